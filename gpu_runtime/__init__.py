@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The device layer: pointers, memory, launches, streams and graphs. It knows nothing of models."""
+
+from gpu_runtime.arena import Arena, Layout, LogitsArena
+from gpu_runtime.backend import GpuBackend, KernelHandle, LaunchRecord, PinnedMemory, open_backend
+from gpu_runtime.config import Config
+from gpu_runtime.errors import (
+    BackendUnavailable,
+    DeviceError,
+    GpuRuntimeError,
+    InvalidPointer,
+    OutOfMemory,
+    UnknownKernel,
+)
+from gpu_runtime.ledger import Allocation
+from gpu_runtime.limits import Limits
+from gpu_runtime.op import AddressTable, Arg, LaunchPlan, Op, OpRegistry, OpSpec, Tolerance
+from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.streams import StreamLike, SupportsCudaStream
+
+__all__ = [
+    "AddressTable",
+    "Allocation",
+    "Arena",
+    "Arg",
+    "BackendUnavailable",
+    "Config",
+    "DeviceError",
+    "DevicePtr",
+    "GpuBackend",
+    "GpuRuntimeError",
+    "InvalidPointer",
+    "KernelHandle",
+    "LaunchPlan",
+    "LaunchRecord",
+    "Layout",
+    "Limits",
+    "LogitsArena",
+    "Op",
+    "OpRegistry",
+    "OpSpec",
+    "OutOfMemory",
+    "PinnedMemory",
+    "StreamLike",
+    "SupportsCudaStream",
+    "Tolerance",
+    "UnknownKernel",
+    "open_backend",
+]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Regions of one allocation, laid out before anything is allocated, and the rows of a logits arena."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from gpu_runtime import dtypes
+from gpu_runtime.backend import GpuBackend
+from gpu_runtime.errors import InvalidPointer
+from gpu_runtime.pointer import DevicePtr
+
+REGION_ALIGNMENT: Final = 256
+"""Alignment of every region in bytes."""
+
+ROW_ALIGNMENT: Final = 64
+"""A logits row is padded to a multiple of this many elements, because cuBLAS is slow on rows that are not aligned."""
+
+
+class Layout:
+    """Named regions placed one after another. It knows its size without allocating anything."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[str, int] = {}
+        self.nbytes = 0
+
+    def add(self, name: str, nbytes: int) -> None:
+        """Place a region of ``nbytes`` bytes.
+
+        Raises
+        ------
+        ValueError
+            When the name is taken or the size is negative.
+        """
+        if name in self._offsets or nbytes < 0:
+            raise ValueError(f"layout: expected a new name and a size of at least 0, got {name!r}, {nbytes}")
+        self._offsets[name] = self.nbytes
+        self.nbytes += -(-nbytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
+
+    @property
+    def offsets(self) -> Mapping[str, int]:
+        """Byte offset of each region."""
+        return self._offsets
+
+
+class Arena:
+    """One allocation that holds the regions of a layout.
+
+    Parameters
+    ----------
+    gpu : GpuBackend
+    layout : Layout
+    tag : str
+        What the allocation is for; shown in reports.
+    """
+
+    def __init__(self, gpu: GpuBackend, layout: Layout, tag: str) -> None:
+        self._gpu = gpu
+        self._offsets = dict(layout.offsets)
+        self.nbytes = layout.nbytes
+        self.base = gpu.alloc(max(layout.nbytes, 1), tag=tag)
+
+    def __getitem__(self, name: str) -> DevicePtr:
+        """Return the address of a region. `KeyError` when there is none of that name."""
+        return self.base.offset(self._offsets[name])
+
+    def free(self) -> None:
+        """Free the allocation; the regions' addresses are dead from here on. Calling it again does nothing."""
+        base, self.base = self.base, DevicePtr.NULL
+        self._gpu.free(base)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsArena:
+    """Rows of logits, addressed by offset: row ``i`` is ``base.offset(i * row_bytes)``.
+
+    Attributes
+    ----------
+    base : DevicePtr
+        Address of row 0, in memory that somebody else owns.
+    rows : int
+    vocab : int
+        Elements of a row that are logits; the rest, up to ``row_elements``, is padding.
+    dtype : str
+        Element type.
+    """
+
+    base: DevicePtr
+    rows: int
+    vocab: int
+    dtype: str
+
+    @staticmethod
+    def padded(vocab: int) -> int:
+        """Return the elements of a row, with its padding."""
+        return -(-vocab // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    @property
+    def row_elements(self) -> int:
+        return self.padded(self.vocab)
+
+    @property
+    def row_bytes(self) -> int:
+        """Distance between rows in bytes."""
+        return self.row_elements * dtypes.itemsize(self.dtype)
+
+    def row(self, index: int) -> DevicePtr:
+        """Return the address of a row.
+
+        Raises
+        ------
+        InvalidPointer
+            When the arena has no such row.
+        """
+        if not 0 <= index < self.rows:
+            raise InvalidPointer(f"logits row: expected an index in [0, {self.rows}), got {index}")
+        return self.base.offset(index * self.row_bytes)
+
+    def index(self, ptr: int, count: int = 1) -> int:
+        """Return the index of the row at ``ptr``, the first of ``count`` rows.
+
+        Raises
+        ------
+        InvalidPointer
+            When ``ptr`` is not the start of a row, or the rows run past the arena.
+        """
+        index, rest = divmod(int(ptr) - int(self.base), self.row_bytes)
+        if rest or not 0 <= index < self.rows:
+            raise InvalidPointer(
+                f"logits: expected the address of one of {self.rows} rows of {self.row_bytes} bytes from "
+                f"{int(self.base):#x}, got {int(ptr):#x}"
+            )
+        if count < 1 or index + count > self.rows:
+            raise InvalidPointer(f"logits: expected 1 to {self.rows - index} rows from row {index}, got {count}")
+        return index

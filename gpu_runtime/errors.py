@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Exceptions of the device layer. Every message names what was asked, what was expected and what came."""
+
+from __future__ import annotations
+
+
+class GpuRuntimeError(RuntimeError):
+    """Base of every error that the device layer raises."""
+
+
+class BackendUnavailable(GpuRuntimeError):
+    """A backend that this installation or this machine cannot open."""
+
+
+class DeviceError(GpuRuntimeError):
+    """A device call that failed, or that was made out of order (for example, synchronising a capturing stream)."""
+
+
+class InvalidPointer(DeviceError):
+    """An address, or a span of bytes, that no live allocation contains."""
+
+
+class OutOfMemory(DeviceError, MemoryError):
+    """An allocation that did not fit. The backend stays usable.
+
+    Attributes
+    ----------
+    requested : int
+        Bytes asked for.
+    live : int
+        Bytes that were allocated when the call was made.
+    limit : int
+        Bytes that the backend may hold in all.
+    """
+
+    def __init__(self, message: str, *, requested: int, live: int, limit: int) -> None:
+        super().__init__(message)
+        self.requested = requested
+        self.live = live
+        self.limit = limit
+
+
+class UnknownKernel(GpuRuntimeError, LookupError):
+    """A kernel module or entry point that is not registered."""

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The matrix product that every backend offers, and its NumPy reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from gpu_runtime import dtypes
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """One row-major product ``C[m, n] = activation(alpha * A[m, k] @ W[n, k]^T + bias[n])``, or ``C += ...``.
+
+    With ``accumulate`` the product and bias are added to what C holds; an activation cannot be combined with it,
+    because cuBLASLt would apply it after the addition.
+
+    Attributes
+    ----------
+    m, n, k : int
+        Sizes. All at least 1.
+    dtype, out_dtype : str
+        Element type of A, W and bias, and of C.
+    lda, ldw, ldc : int
+        Distance between rows in elements.
+    alpha : float
+    activation : str
+        A key of `ACTIVATIONS`.
+    accumulate : bool
+    batch : int
+        Number of products; A, W and C of product ``i`` start ``i * stride`` elements further.
+    stride_a, stride_w, stride_c : int
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    out_dtype: str
+    lda: int
+    ldw: int
+    ldc: int
+    alpha: float = 1.0
+    activation: str = "none"
+    accumulate: bool = False
+    batch: int = 1
+    stride_a: int = 0
+    stride_w: int = 0
+    stride_c: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        m: int,
+        n: int,
+        k: int,
+        dtype: str,
+        out_dtype: str | None,
+        lda: int | None,
+        ldw: int | None,
+        ldc: int | None,
+        *options: Any,
+    ) -> Gemm:
+        """Return the product with what a call left out filled in: same output type, contiguous rows."""
+        rows = (k if lda is None else lda, k if ldw is None else ldw, n if ldc is None else ldc)
+        return cls(m, n, k, dtype, out_dtype or dtype, *rows, *options)
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "k", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"gemm: {name}: expected at least 1, got {getattr(self, name)}")
+        for name, least in (("lda", self.k), ("ldw", self.k), ("ldc", self.n)):
+            if getattr(self, name) < least:
+                raise ValueError(f"gemm: {name}: expected at least {least} elements, got {getattr(self, name)}")
+        for name in ("dtype", "out_dtype"):
+            if getattr(self, name) not in dtypes.FLOAT_TYPES:
+                raise ValueError(f"gemm: {name}: expected one of {dtypes.FLOAT_TYPES}, got {getattr(self, name)!r}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"gemm: activation: expected one of {tuple(ACTIVATIONS)}, got {self.activation!r}")
+        if self.accumulate and self.activation != "none":
+            raise ValueError("gemm: activation: expected 'none' together with accumulate")
+        if not math.isfinite(self.alpha):
+            raise ValueError(f"gemm: alpha: expected a finite number, got {self.alpha}")
+        if self.batch > 1 and self.stride_c < (self.m - 1) * self.ldc + self.n:
+            raise ValueError(f"gemm: stride_c: expected products that do not overlap, got {self.stride_c}")
+
+
+def relu(x: Array) -> None:
+    """``max(x, 0)``, in place. NaN stays NaN."""
+    np.maximum(x, 0, out=x)
+
+
+def gelu(x: Array) -> None:
+    """``x * Phi(x)`` with the normal distribution's exact integral (Hendrycks and Gimpel 2016), in place."""
+    x *= 0.5 * (1.0 + erf(x * math.sqrt(0.5)))
+
+
+def gelu_tanh(x: Array) -> None:
+    """GELU by its tanh approximation (Hendrycks and Gimpel 2016, section 2), in place."""
+    x *= 0.5 * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def silu(x: Array) -> None:
+    """``x / (1 + exp(-x))``, in place. The exponential is taken of ``-|x|``, which cannot overflow."""
+    decay = np.exp(-np.abs(x))
+    x *= np.where(x >= 0, 1.0, decay) / (1.0 + decay)
+
+
+ACTIVATIONS: Final[dict[str, Callable[[Array], None] | None]] = {
+    "none": None,
+    "relu": relu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "silu": silu,
+}
+"""The activations that a product can end in, applied to float32 values before they are rounded."""
+
+
+def erf(x: Array) -> Array:
+    """The error function of each element, within 3e-16, returned in the type of ``x``.
+
+    Near zero the Maclaurin series (Abramowitz and Stegun 7.1.5) is summed; from 2 on, the continued fraction of erfc
+    (7.1.14), evaluated from its tail. Both are computed in float64; NumPy has no erf of its own.
+    """
+    z = np.abs(np.asarray(x, dtype=np.float64))
+    small = np.minimum(z, 2.0)
+    term = small.copy()
+    total = small.copy()
+    for n in range(1, 40):
+        term *= -small * small / n
+        total += term / (2 * n + 1)
+    large = np.clip(z, 2.0, 6.0)  # beyond 6 the result is 1 in float64
+    fraction = large
+    for n in range(60, 0, -1):
+        fraction = large + (n / 2) / fraction
+    tail = 1.0 - np.exp(-large * large) / (math.sqrt(math.pi) * fraction)
+    result = np.copysign(np.where(z < 2.0, total * (2.0 / math.sqrt(math.pi)), tail), x)
+    return np.asarray(np.where(np.isnan(z), np.nan, result), dtype=np.asarray(x).dtype)
+
+
+def gemm_reference(
+    a: Array,
+    w: Array,
+    c: Array,
+    bias: Array | None = None,
+    *,
+    alpha: float = 1.0,
+    activation: str = "none",
+    accumulate: bool = False,
+) -> None:
+    """Compute one product into ``c``: float32 accumulation, every epilogue step in float32, one rounding at the end.
+
+    Parameters
+    ----------
+    a, w, c : arrays
+        ``[m, k]``, ``[n, k]`` and ``[m, n]``; rows may be strided. ``c`` is overwritten, or added to with
+        ``accumulate``.
+    bias : array or None
+        ``[n]``.
+    """
+    a32, w32 = (np.asarray(x, dtype=np.float32) for x in (a, w))
+    direct = c.dtype == np.float32 and not accumulate
+    product = np.matmul(a32, w32.T, out=c if direct else None)
+    if alpha != 1.0:
+        product *= np.float32(alpha)
+    if bias is not None:
+        product += bias
+    function = ACTIVATIONS[activation]
+    if function is not None:
+        function(product)
+    if accumulate:
+        product += c
+    if not direct:
+        c[...] = product

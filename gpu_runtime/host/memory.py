@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Device memory of the host backend: ordinary memory whose addresses are real, so that C code may read it.
+
+Every block lies between two redzones, and every view is checked against the ledger, so an address outside a live
+block is an error here and not a silent read of something else.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, Final
+
+import numpy as np
+
+from gpu_runtime import dtypes
+from gpu_runtime.errors import InvalidPointer, OutOfMemory
+from gpu_runtime.ledger import Allocation, Ledger
+from gpu_runtime.pointer import DevicePtr
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+ALIGNMENT: Final = 256
+"""Alignment of every block in bytes, as CUDA's allocators give."""
+
+REDZONE_BYTES: Final = 256
+_REDZONE_VALUE: Final = 0xFB
+_HOLDERS_SHOWN: Final = 5
+
+
+class HostMemory:
+    """Blocks, views of them, and the gathers and scatters that indirect ops use.
+
+    Parameters
+    ----------
+    limit : int or None
+        Most bytes that may be live; None takes the machine's memory.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.total = machine_bytes() if limit is None else limit
+        self.ledger = Ledger()
+        self._storage: dict[int, Array] = {}
+        self._lock = threading.RLock()
+
+    def alloc(self, nbytes: int, tag: str) -> DevicePtr:
+        """Return the address of a new block, aligned to `ALIGNMENT`. Its content is unspecified."""
+        with self._lock:
+            if self.ledger.live_bytes + nbytes > self.total:
+                raise self._out_of_memory(nbytes, tag)
+            try:
+                raw = np.empty(nbytes + 2 * REDZONE_BYTES + ALIGNMENT, dtype=np.uint8)
+            except MemoryError:
+                raise self._out_of_memory(nbytes, tag) from None
+            start = -(raw.ctypes.data + REDZONE_BYTES) % ALIGNMENT
+            block = raw[start : start + nbytes + 2 * REDZONE_BYTES]
+            ptr = DevicePtr(block.ctypes.data + REDZONE_BYTES)
+            self._storage[int(ptr)] = block
+            self._fill_redzones(block)
+            self.ledger.add(ptr, nbytes, tag)
+            return ptr
+
+    def free(self, ptr: DevicePtr) -> None:
+        """Release the block that starts at ``ptr``."""
+        with self._lock:
+            entry = self.ledger.remove(ptr)
+            del self._storage[int(entry.ptr)]
+
+    def bytes(self, ptr: int, nbytes: int) -> Array:
+        """Return a writable ``uint8`` view of a span.
+
+        Raises
+        ------
+        InvalidPointer
+            When no single live block contains the whole span.
+        """
+        with self._lock:
+            entry = self._holder(ptr)
+            storage = self._storage[int(entry.ptr)]
+        start = ptr - int(entry.ptr)
+        if start + nbytes > entry.nbytes:
+            past = start + nbytes - entry.nbytes
+            raise InvalidPointer(f"span of {nbytes:,} bytes at {ptr:#x} ends {past:,} bytes past {entry}")
+        return storage[REDZONE_BYTES + start : REDZONE_BYTES + start + nbytes]
+
+    def _holder(self, address: int) -> Allocation:
+        with self._lock:
+            entry = self.ledger.find(address)
+        if entry is None:
+            raise InvalidPointer(f"expected an address inside a live allocation, got {address:#x}")
+        return entry
+
+    def view(self, ptr: int, shape: tuple[int, ...], dtype: str, row_stride: int | None = None) -> Array:
+        """Return a writable view of a row-major array at ``ptr`` whose rows are ``row_stride`` elements apart."""
+        numpy_type = dtypes.NUMPY[dtype]
+        size = numpy_type.itemsize
+        row = 1
+        for extent in shape[1:]:
+            row *= extent
+        rows = shape[0] if shape else 1
+        if row_stride is None or row_stride == row or rows <= 1:
+            return self.bytes(ptr, rows * row * size).view(numpy_type).reshape(shape)
+        span = ((rows - 1) * row_stride + row) * size
+        flat = self.bytes(ptr, span).view(numpy_type)
+        inner = flat[:row].reshape(shape[1:]).strides
+        return np.lib.stride_tricks.as_strided(flat, shape, (row_stride * size, *inner))
+
+    def gather_rows(
+        self, addresses: Array, lengths: Array, *, offset: int, stride: int, width: int, dtype: str
+    ) -> Array:
+        """See `gpu_runtime.op.DeviceMemory.gather_rows`."""
+        last = np.asarray(lengths, dtype=np.int64) - 1
+        table = self._row_table(addresses, last, offset, stride, width, dtype)
+        rows = np.minimum(np.arange(int(lengths.max())), last[:, None])
+        if table is not None:
+            return np.asarray(table[0][table[1][:, None] + rows])
+        size = dtypes.itemsize(dtype)
+        spans = [
+            self.view(int(address) + offset * size, (int(end) + 1, width), dtype, stride)[row]
+            for address, end, row in zip(addresses, last, rows, strict=True)
+        ]
+        return np.stack(spans)
+
+    def scatter_rows(
+        self, addresses: Array, positions: Array, values: Array, *, offset: int, stride: int, dtype: str
+    ) -> None:
+        """See `gpu_runtime.op.DeviceMemory.scatter_rows`."""
+        where = np.asarray(positions, dtype=np.int64)
+        width = values.shape[1]
+        table = self._row_table(addresses, where, offset, stride, width, dtype)
+        if table is not None:
+            table[0][table[1] + where] = values
+            return
+        size = dtypes.itemsize(dtype)
+        for address, position, row in zip(addresses, where, values, strict=True):
+            self.view(int(address) + (offset + int(position) * stride) * size, (width,), dtype)[...] = row
+
+    def _row_table(
+        self, addresses: Array, last: Array, offset: int, stride: int, width: int, dtype: str
+    ) -> tuple[Array, Array] | None:
+        """Return one strided view that holds every addressed row, and each entry's first row in it.
+
+        Possible when all addresses lie in one block at a multiple of the row pitch from each other, as the spans of a
+        KV pool do; NumPy then gathers all entries in one call. None when they do not.
+        """
+        entry = self._holder(int(addresses[0]))
+        size = dtypes.itemsize(dtype)
+        pitch = stride * size
+        start = addresses.astype(np.int64) - int(entry.ptr)  # host addresses are below 2**63
+        residue = int(start[0]) % pitch if pitch else 0
+        if not pitch or start.min() < 0 or start.max() >= entry.nbytes or np.any(start % pitch != residue):
+            return None
+        origin = residue + offset * size
+        end = int((start + last * pitch).max()) + (offset + width) * size
+        if int(last.min()) < 0 or end > entry.nbytes:
+            raise InvalidPointer(f"a row of an address table ends {end - entry.nbytes:,} bytes past {entry}")
+        count = (entry.nbytes - origin - width * size) // pitch + 1
+        return self.view(int(entry.ptr) + origin, (count, width), dtype, stride), start // pitch
+
+    def poison_redzones(self) -> None:
+        """Write the redzone pattern around every live block again."""
+        with self._lock:
+            for block in self._storage.values():
+                self._fill_redzones(block)
+
+    def scan_redzones(self) -> list[Allocation]:
+        """Return the live blocks whose redzones no longer hold the pattern."""
+        with self._lock:
+            blocks = [(entry, self._storage[int(entry.ptr)]) for entry in self.ledger]
+        return [
+            entry
+            for entry, block in blocks
+            if np.any(block[:REDZONE_BYTES] != _REDZONE_VALUE) or np.any(block[-REDZONE_BYTES:] != _REDZONE_VALUE)
+        ]
+
+    @staticmethod
+    def _fill_redzones(block: Array) -> None:
+        block[:REDZONE_BYTES] = _REDZONE_VALUE
+        block[-REDZONE_BYTES:] = _REDZONE_VALUE
+
+    def _out_of_memory(self, nbytes: int, tag: str) -> OutOfMemory:
+        holders = "".join(f"\n  {entry}" for entry in self.ledger.largest(_HOLDERS_SHOWN))
+        return OutOfMemory(
+            f"alloc: {nbytes:,} bytes{f' for {tag}' if tag else ''} do not fit: "
+            f"{self.ledger.live_bytes:,} of {self.total:,} bytes are live in {len(self.ledger)} blocks"
+            + (f"; the largest:{holders}" if holders else ""),
+            requested=nbytes,
+            live=self.ledger.live_bytes,
+            limit=self.total,
+        )
+
+
+def machine_bytes() -> int:
+    """Return the machine's physical memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def as_bytes(name: str, buffer: Any, *, writable: bool) -> Array:
+    """Return a host buffer's bytes as a ``uint8`` view.
+
+    Raises
+    ------
+    TypeError
+        When ``buffer`` has no buffer, or is read-only where it must be written.
+    ValueError
+        When it is not contiguous.
+    """
+    if isinstance(buffer, np.ndarray):
+        if not buffer.flags.c_contiguous:
+            raise ValueError(f"{name}: expected a C-contiguous array, got strides {buffer.strides}")
+        flat = buffer.reshape(-1).view(np.uint8)
+    else:
+        try:
+            view = memoryview(buffer)
+        except TypeError:
+            raise TypeError(f"{name}: expected an array or a buffer of bytes, got {type(buffer).__name__}") from None
+        if not view.c_contiguous:
+            raise ValueError(f"{name}: expected a contiguous buffer")
+        flat = np.frombuffer(view, dtype=np.uint8) if view.nbytes else np.empty(0, dtype=np.uint8)
+    if writable and not flat.flags.writeable:
+        raise TypeError(f"{name}: expected a writable buffer, got a read-only one")
+    return flat

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The host backend's calls on streams, events and graphs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+from gpu_runtime.backend import GpuBackend
+from gpu_runtime.errors import DeviceError
+from gpu_runtime.host.streams import Capture, Graph, HostEvent, HostStream, Order, Work
+from gpu_runtime.streams import DEFAULT_STREAM, LEGACY_STREAM, PER_THREAD_STREAM, StreamLike, stream_handle
+
+_FIRST_HANDLE = 0x100  # clear of 0, 1 and 2, which have a meaning of their own
+
+
+class StreamCalls(GpuBackend):
+    """Streams and events by handle; work goes to the order, or to the capture that the stream belongs to."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._handles = itertools.count(_FIRST_HANDLE)
+        self._lock = threading.RLock()
+        self._closed = False
+        default = HostStream(next(self._handles))
+        self._default = default.handle
+        self._streams = {default.handle: default, LEGACY_STREAM: HostStream(LEGACY_STREAM)}
+        self._per_thread = threading.local()
+        self._events: dict[int, HostEvent] = {}
+        self._graphs: dict[int, Graph] = {}
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DeviceError("the backend is closed")
+
+    def _stream(self, stream: StreamLike) -> HostStream:
+        self._check_open()
+        handle = stream_handle(stream)
+        if handle == PER_THREAD_STREAM:
+            handle = self._thread_stream()
+        found = self._streams.get(self._default if handle == DEFAULT_STREAM else handle)
+        if found is None:
+            raise DeviceError(f"stream: expected a live stream of this backend, got {handle:#x}")
+        return found
+
+    def _thread_stream(self) -> int:
+        handle: int | None = getattr(self._per_thread, "handle", None)
+        if handle is None or handle not in self._streams:
+            handle = self._per_thread.handle = self.create_stream()
+        return handle
+
+    def _event(self, event: int) -> HostEvent:
+        self._check_open()
+        found = self._events.get(event)
+        if found is None:
+            raise DeviceError(f"event: expected a live event of this backend, got {event:#x}")
+        return found
+
+    def _enqueue(self, stream: HostStream, work: Work) -> None:
+        with self._lock:
+            capture = stream.capture
+            if capture is not None:
+                capture.add(stream, work)
+                return
+        self._order.submit(stream, work)
+
+    def _refuse_capture(self, stream: HostStream, call: str) -> None:
+        if stream.capture is not None:
+            raise DeviceError(f"{call}: stream {stream.handle:#x} is capturing, and a capture cannot wait")
+
+    def default_stream(self) -> int:
+        self._check_open()
+        return self._default
+
+    def create_stream(self) -> int:
+        self._check_open()
+        with self._lock:
+            stream = HostStream(next(self._handles))
+            self._streams[stream.handle] = stream
+        return stream.handle
+
+    def destroy_stream(self, stream: int) -> None:
+        found = self._stream(stream)
+        if found.handle in (self._default, LEGACY_STREAM):
+            raise DeviceError("destroy_stream: expected a stream made by create_stream, got one that the backend owns")
+        self._refuse_capture(found, "destroy_stream")
+        self._order.drain(found)
+        del self._streams[found.handle]
+
+    def synchronize(self, stream: StreamLike = 0) -> None:
+        found = self._stream(stream)
+        self._refuse_capture(found, "synchronize")
+        self._order.drain(found)
+
+    def create_event(self, *, timing: bool = False) -> int:
+        self._check_open()
+        with self._lock:
+            handle = next(self._handles)
+            self._events[handle] = HostEvent(timing)
+        return handle
+
+    def record_event(self, event: int, stream: StreamLike = 0) -> None:
+        found, on = self._event(event), self._stream(stream)
+        with self._lock:
+            if on.capture is not None:
+                found.capture, found.clock = on.capture, dict(on.capture.clocks[on])
+                return
+            found.capture = None
+            found.pending += 1
+        self._order.submit(on, found.reach)
+
+    def stream_wait_event(self, stream: StreamLike, event: int) -> None:
+        on, found = self._stream(stream), self._event(event)
+        with self._lock:
+            if found.capture is None:
+                if on.capture is not None and found.pending:
+                    raise DeviceError("stream_wait_event: a capture cannot wait for work outside it")
+                return  # the order in which work is enqueued already puts it behind the event
+            if found.capture.graph.ended:
+                raise DeviceError("stream_wait_event: the event was recorded in a capture that has ended")
+            if on.handle == LEGACY_STREAM:
+                raise DeviceError("stream_wait_event: the legacy stream cannot join a capture")
+            if on.capture not in (None, found.capture):
+                raise DeviceError("stream_wait_event: the stream belongs to another capture")
+            found.capture.join(on, found.clock)
+
+    def event_query(self, event: int) -> bool:
+        found = self._event(event)
+        self._refuse_captured_event(found, "event_query")
+        return found.pending == 0
+
+    def event_synchronize(self, event: int) -> None:
+        found = self._event(event)
+        self._refuse_captured_event(found, "event_synchronize")
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            if found.pending == 0:
+                return
+            self._order.drain(stream)
+
+    @staticmethod
+    def _refuse_captured_event(event: HostEvent, call: str) -> None:
+        if event.capture is not None:
+            raise DeviceError(f"{call}: the event was recorded in a capture; it has no time of its own")
+
+    def event_elapsed_ms(self, start: int, end: int) -> float:
+        return self._event(start).elapsed_ms(self._event(end))
+
+    def destroy_event(self, event: int) -> None:
+        self._event(event)
+        del self._events[event]
+
+    def begin_capture(self, stream: StreamLike = 0) -> None:
+        found = self._stream(stream)
+        if found.handle == LEGACY_STREAM:
+            raise DeviceError("begin_capture: the legacy stream cannot be captured")
+        with self._lock:
+            if found.capture is not None:
+                raise DeviceError(f"begin_capture: stream {found.handle:#x} is capturing already")
+            Capture(found).join(found, {})
+
+    def end_capture(self, stream: StreamLike = 0) -> int:
+        found = self._stream(stream)
+        with self._lock:
+            capture = found.capture
+            if capture is None or capture.origin is not found:
+                raise DeviceError(f"end_capture: stream {found.handle:#x} did not begin a capture")
+            capture.release()
+            capture.graph.ended = True
+            loose = capture.unjoined()
+            if loose:
+                names = ", ".join(f"{one.handle:#x}" for one in loose)
+                raise DeviceError(f"end_capture: work of streams {names} was not joined back by an event")
+            handle = next(self._handles)
+            self._graphs[handle] = capture.graph
+        return handle
+
+    def launch_graph(self, graph: int, stream: StreamLike = 0) -> None:
+        on = self._stream(stream)
+        found = self._graphs.get(graph)
+        if found is None:
+            raise DeviceError(f"launch_graph: expected a live graph of this backend, got {graph:#x}")
+        self._enqueue(on, found.replay)
+
+    def destroy_graph(self, graph: int) -> None:
+        self._check_open()
+        if self._graphs.pop(graph, None) is None:
+            raise DeviceError(f"destroy_graph: expected a live graph of this backend, got {graph:#x}")
+
+    def stream_is_capturing(self, stream: StreamLike = 0) -> bool:
+        return self._stream(stream).capture is not None
+
+    def abort_capture_if_active(self, stream: StreamLike = 0) -> bool:
+        found = self._stream(stream)
+        with self._lock:
+            if found.capture is None:
+                return False
+            found.capture.graph.ended = True
+            found.capture.release()
+        return True

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What a device allows a launch to ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Launch limits of one device. Sizes are bytes.
+
+    Attributes
+    ----------
+    compute_capability : tuple of int
+        ``(major, minor)``.
+    sm_count, warp_size, max_threads_per_block : int
+    max_grid : tuple of int
+        Largest grid in x, y and z.
+    max_shared_bytes : int
+        Largest dynamic shared memory of one block, with the opt-in that sizes above 48 KiB need.
+    """
+
+    compute_capability: tuple[int, int]
+    sm_count: int
+    max_shared_bytes: int
+    warp_size: int = 32
+    max_threads_per_block: int = 1024
+    max_grid: tuple[int, int, int] = ((1 << 31) - 1, 65535, 65535)
+
+
+MINIMUM = Limits(compute_capability=(8, 0), sm_count=108, max_shared_bytes=99 * 1024)
+"""The least device that every launch plan must fit: compute capability 8.0, and the 99 KiB of shared memory that
+8.6 and 8.9 allow a block, which is the smallest opt-in among compute capabilities 8.0 and later."""

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""An op, defined once: what a kernel's parameters are, how it is launched, and what it computes.
+
+A kernel library registers one `Op` per kernel source. The CUDA backend packs a launch's arguments by the spec; the
+host backend runs the op's NumPy reference on views that the spec describes. Neither knows what the op is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+import numpy as np
+
+from gpu_runtime import dtypes
+from gpu_runtime.errors import UnknownKernel
+from gpu_runtime.limits import Limits
+from gpu_runtime.streams import StreamLike
+
+if TYPE_CHECKING:
+    from gpu_runtime.backend import GpuBackend
+
+Role = Literal["in", "out", "inout", "scalar"]
+Dims = Mapping[str, int]
+Array = np.ndarray[Any, np.dtype[Any]]
+
+ELEMENT: Final = "T"
+"""Stands in a spec for the element type that the entry point is instantiated over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arg:
+    """One kernel parameter.
+
+    Attributes
+    ----------
+    name : str
+    role : {"in", "out", "inout", "scalar"}
+    dtype : str
+        Element type of what a pointer points at, or C type of a scalar; ``"T"`` is the entry's element type.
+    shape : tuple
+        For a pointer, each axis as an int, a scalar parameter's name, or a product of such (``"heads*head_dim"``).
+    row_stride : str or None
+        The scalar parameter that gives the distance between rows (first axis) in elements; None means contiguous.
+    optional : bool
+        Whether NULL is allowed.
+    align : int
+        Alignment in bytes that the address must have; 0 means one element.
+    """
+
+    name: str
+    role: Role
+    dtype: str
+    shape: tuple[int | str, ...] = ()
+    row_stride: str | None = None
+    optional: bool = False
+    align: int = 0
+
+    @property
+    def is_pointer(self) -> bool:
+        return self.role != "scalar"
+
+    def sizes(self, dims: Dims) -> tuple[int, ...]:
+        """Return the extent of each axis for the given scalar values."""
+        return tuple(_extent(axis, dims) for axis in self.shape)
+
+
+def _extent(axis: int | str, dims: Dims) -> int:
+    if isinstance(axis, int):
+        return axis
+    if "*" not in axis:
+        return dims[axis]
+    product = 1
+    for factor in axis.split("*"):
+        product *= dims[factor]
+    return product
+
+
+def tensor(
+    name: str, role: Role, dtype: str, *shape: int | str, row_stride: str | None = None, optional: bool = False
+) -> Arg:
+    """Return the spec of a pointer parameter."""
+    return Arg(name, role, dtype, shape, row_stride, optional)
+
+
+def scalar(name: str, ctype: str) -> Arg:
+    """Return the spec of a scalar parameter."""
+    return Arg(name, "scalar", ctype)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far a result may be from the exact one: ``max|result - exact| <= relative * max|exact|``.
+
+    Relative to the largest element and not to each one: in a sum, cancellation makes single elements arbitrarily
+    sensitive. An all-zero result has a relative error of 1, so every value below 1 refuses it.
+    """
+
+    f32: float
+    f16: float
+    bf16: float
+
+    def of(self, dtype: str) -> float:
+        return float(getattr(self, dtype))
+
+
+EXACT: Final = Tolerance(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """Geometry of one launch: entry point, grid and block (x, y, z), and dynamic shared memory in bytes."""
+
+    entry: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """The contract of one op.
+
+    Attributes
+    ----------
+    name : str
+        Stem of the kernel source and prefix of its entry points.
+    args : tuple of Arg
+        The parameters in the kernel's order.
+    dtypes : tuple of str
+        Element types that entry points exist for.
+    accumulate : str
+        Type in which sums are formed.
+    tolerance : Tolerance
+    aliases : tuple of (str, str)
+        Pairs of pointer parameters that may name the same memory; every other overlap with an output is an error.
+    indirect : bool
+        Whether the op follows addresses that it finds in device memory; its reference then takes ``memory``.
+    library : bool
+        Whether the op is a call of the backend's `gemm`, so that no kernel source belongs to it.
+    """
+
+    name: str
+    args: tuple[Arg, ...]
+    tolerance: Tolerance
+    dtypes: tuple[str, ...] = dtypes.FLOAT_TYPES
+    accumulate: str = "f32"
+    aliases: tuple[tuple[str, str], ...] = ()
+    indirect: bool = False
+    library: bool = False
+
+    def entry(self, dtype: str) -> str:
+        """Return the entry point's name for an element type.
+
+        Raises
+        ------
+        UnknownKernel
+            When the op has no entry for it.
+        """
+        if dtype not in self.dtypes:
+            raise UnknownKernel(f"{self.name}: expected a dtype of {', '.join(self.dtypes)}, got {dtype!r}")
+        return f"{self.name}_{dtype}"
+
+    def dims(self, values: Sequence[Any]) -> dict[str, int]:
+        """Return the integer scalar parameters by name."""
+        return {
+            arg.name: int(value)
+            for arg, value in zip(self.args, values, strict=True)
+            if arg.role == "scalar" and arg.dtype != "f32"
+        }
+
+
+class DeviceMemory(Protocol):
+    """How an indirect op's reference reaches memory through addresses that it read from a table."""
+
+    def gather_rows(
+        self, addresses: Array, lengths: Array, *, offset: int, stride: int, width: int, dtype: str
+    ) -> Array:
+        """Read ``lengths[r]`` rows from each address.
+
+        Row ``p`` of table entry ``r`` starts at ``addresses[r] + (offset + p * stride) * itemsize``. Returns
+        ``[n, max(lengths), width]``; places past an entry's length repeat its last row.
+        """
+
+    def scatter_rows(
+        self, addresses: Array, positions: Array, values: Array, *, offset: int, stride: int, dtype: str
+    ) -> None:
+        """Write ``values[r]`` (``[n, width]``) to row ``positions[r]`` of ``addresses[r]``, as `gather_rows` has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddressTable:
+    """Test input for a table of addresses: entry ``r`` is the device address of element ``starts[r]`` of ``pool``.
+
+    ``role`` is "in" or "inout" as the op reads or writes the pool.
+    """
+
+    pool: Array
+    starts: Array
+    role: Literal["in", "inout"] = "in"
+
+
+Inputs = Mapping[str, "Array | AddressTable | int | float | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A spec with its way to the device, its NumPy reference and the inputs that exercise it.
+
+    Attributes
+    ----------
+    spec : OpSpec
+    plan : callable or None
+        ``plan(dims, dtype, limits) -> LaunchPlan``, a pure function; None for a library op.
+    enqueue : callable or None
+        For a library op alone: ``enqueue(gpu, dtype, values, stream)``.
+    reference : callable
+        Takes every parameter by name (pointers as arrays, NULL as None, scalars as they are; an indirect op also
+        ``memory``), and writes its outputs in place: upcast, compute in the accumulation type, round once.
+    cases : tuple of mappings
+        Edge shapes and options that conformance runs, as keyword arguments of ``make_inputs``.
+    make_inputs : callable
+        ``make_inputs(rng, dtype, **case) -> Inputs``: a value for every parameter. Outputs are arrays too; an array
+        whose parameter has a row stride is ``[rows, stride]``, padding included.
+    """
+
+    spec: OpSpec
+    reference: Callable[..., None]
+    make_inputs: Callable[..., Inputs]
+    cases: tuple[Mapping[str, Any], ...]
+    plan: Callable[[Dims, str, Limits], LaunchPlan] | None = None
+    enqueue: Callable[[GpuBackend, str, Sequence[Any], StreamLike], None] | None = None
+
+    def launch(self, gpu: GpuBackend, dtype: str, values: Sequence[Any], stream: StreamLike = 0) -> None:
+        """Plan and enqueue one launch, or enqueue the library call.
+
+        Parameters
+        ----------
+        gpu : GpuBackend
+        dtype : str
+            Element type of the entry point.
+        values : sequence
+            One value per parameter, in the spec's order: addresses for pointers, numbers for scalars.
+        stream : StreamLike
+            The launch is ordered after the work already on it; the call does not wait.
+        """
+        if self.enqueue is not None:
+            self.enqueue(gpu, dtype, values, stream)
+            return
+        if self.plan is None:
+            raise UnknownKernel(f"{self.spec.name}: the op has neither a launch plan nor a library call")
+        plan = self.plan(self.spec.dims(values), dtype, gpu.limits())
+        handle = gpu.kernel(self.spec.name, plan.entry)
+        gpu.launch(handle, plan.grid, plan.block, plan.shared_bytes, stream, values)
+
+
+class OpRegistry:
+    """The ops that a backend can run, by module and entry-point name."""
+
+    def __init__(self) -> None:
+        self._ops: dict[str, Op] = {}
+
+    def register(self, op: Op) -> Op:
+        """Add an op and return it.
+
+        Raises
+        ------
+        ValueError
+            When another op has the same name.
+        """
+        if op.spec.name in self._ops:
+            raise ValueError(f"op: {op.spec.name!r} is registered already")
+        self._ops[op.spec.name] = op
+        return op
+
+    def unregister(self, name: str) -> None:
+        """Remove an op."""
+        del self._ops[name]
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(tuple(self._ops.values()))
+
+    def __contains__(self, module: str) -> bool:
+        return module in self._ops
+
+    def find(self, module: str, entry: str) -> tuple[Op, str]:
+        """Return the op of a kernel module and the element type of one of its entry points.
+
+        Raises
+        ------
+        UnknownKernel
+            When there is no such module or entry.
+        """
+        op = self._ops.get(module)
+        if op is None:
+            known = ", ".join(sorted(self._ops)) or "none (a kernel library registers its ops when it is imported)"
+            raise UnknownKernel(f"kernel: no module {module!r}; registered: {known}")
+        for dtype in op.spec.dtypes:
+            if op.spec.entry(dtype) == entry:
+                return op, dtype
+        raise UnknownKernel(
+            f"kernel: module {module!r} has no entry {entry!r}; it has {', '.join(map(op.spec.entry, op.spec.dtypes))}"
+        )
+
+
+REGISTRY: Final = OpRegistry()
+"""Where kernel libraries put their ops, as codecs are put in one table. A backend may be given another."""

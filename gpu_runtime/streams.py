@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What a stream argument may be, and how it becomes a handle."""
+
+from __future__ import annotations
+
+import operator
+from typing import Final, Protocol, TypeAlias, runtime_checkable
+
+DEFAULT_STREAM: Final = 0
+"""The backend's own default stream: non-blocking, and never the legacy stream, which cannot be captured."""
+
+LEGACY_STREAM: Final = 1
+"""CUDA's legacy default stream (``cudaStreamLegacy``)."""
+
+PER_THREAD_STREAM: Final = 2
+"""CUDA's per-thread default stream (``cudaStreamPerThread``)."""
+
+
+@runtime_checkable
+class SupportsCudaStream(Protocol):
+    """Any object that follows the CUDA stream protocol: ``__cuda_stream__()`` returns ``(version, handle)``."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+StreamLike: TypeAlias = int | SupportsCudaStream
+"""0, 1, 2, a raw ``cudaStream_t`` as an int, or an object with ``__cuda_stream__``."""
+
+
+def stream_handle(stream: StreamLike) -> int:
+    """Return the handle that a stream argument stands for.
+
+    An ``int`` is taken as it is. In the protocol, handle 0 means the *legacy* stream, whereas the int 0 means the
+    backend's default: the two are told apart here and nowhere else.
+
+    Raises
+    ------
+    TypeError
+        When ``stream`` is neither an integer nor an object with ``__cuda_stream__``.
+    ValueError
+        When the handle is negative or the protocol's version is not 0.
+    """
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        handle = int(stream)
+    elif isinstance(stream, SupportsCudaStream):
+        version, raw = stream.__cuda_stream__()
+        if version != 0:
+            raise ValueError(f"stream: expected version 0 of the __cuda_stream__ protocol, got {version}")
+        handle = operator.index(raw) or LEGACY_STREAM
+    else:
+        raise TypeError(f"stream: expected an int or an object with __cuda_stream__, got {stream!r}")
+    if not 0 <= handle < 1 << 64:
+        raise ValueError(f"stream: expected a handle in [0, 2**64), got {handle}")
+    return handle

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Checkpoint folders as named tensors, read by row chunks. Knows no model."""
+
+from __future__ import annotations
+
+from metrale.checkpoint.convert import convert
+from metrale.checkpoint.folder import Checkpoint, open_checkpoint, require_folder
+from metrale.checkpoint.json_fields import FieldReader
+from metrale.checkpoint.json_file import read_json_object
+from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "Checkpoint",
+    "FieldReader",
+    "TensorInfo",
+    "convert",
+    "open_checkpoint",
+    "read_json_object",
+    "require_folder",
+]

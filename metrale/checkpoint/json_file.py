@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""JSON files from outside: one object each, of bounded size, strict in what it accepts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import NoReturn
+
+from metrale.errors import CheckpointError
+
+MAX_JSON_BYTES = 64 << 20
+
+
+def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, object]:
+    """Read a UTF-8 file that holds one JSON object.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    max_bytes : int
+        The largest file, in bytes, that is read at all.
+
+    Raises
+    ------
+    CheckpointError
+        When the file is missing, too large, not UTF-8, not JSON, nested too deeply, not an object, or holds a number
+        that is not finite.
+    """
+    try:
+        # Only regular files: opening a pipe would wait for a writer for ever.
+        if not path.is_file():
+            raise CheckpointError(path, "there is no such file")
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from error
+    if len(data) > max_bytes:
+        raise CheckpointError(path, f"is larger than the {max_bytes} bytes that are read as JSON")
+    try:
+        value: object = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant, parse_float=_finite)
+    except RecursionError:
+        raise CheckpointError(path, "is JSON nested too deeply") from None
+    except ValueError as error:  # also bad UTF-8, and integers of thousands of digits
+        raise CheckpointError(path, f"is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(path, f"holds a JSON {_json_type(value)}, expected an object")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is out of range")
+    return value
+
+
+def _json_type(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    return "array" if isinstance(value, list) else "string" if isinstance(value, str) else "number"

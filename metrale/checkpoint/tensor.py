@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What a checkpoint says about one tensor, and the dtypes that can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+)
+"""The dtypes whose data can be read, by their names in this project."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as the checkpoint's header describes it.
+
+    Attributes
+    ----------
+    name : str
+        Its name in the checkpoint.
+    shape : tuple of int
+        Its dimensions; the first one counts rows.
+    dtype : str
+        ``"f32"``, ``"f16"`` or ``"bf16"``; any other dtype keeps the file's own name in lower case and cannot be read.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def rows(self) -> int:
+        """Rows along the first dimension; a scalar is one row."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_elements(self) -> int:
+        """Elements in one row."""
+        count = 1
+        for dimension in self.shape[1:]:
+            count *= dimension
+        return count

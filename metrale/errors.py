@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Exceptions of the model layer. Wrong input is refused before any device work is enqueued."""
+
+from __future__ import annotations
+
+
+class MetraleError(Exception):
+    """Base of every error that the model layer raises by itself."""
+
+
+class InvalidInput(MetraleError, ValueError):
+    """One argument that cannot be served.
+
+    Attributes
+    ----------
+    argument, expected, got : str
+        The argument's name, what it may be, and what came. The message joins the three.
+    """
+
+    def __init__(self, argument: str, expected: str, got: object) -> None:
+        self.argument = argument
+        self.expected = expected
+        self.got = got if isinstance(got, str) else repr(got)
+        super().__init__(f"{argument}: expected {expected}, got {self.got}")
+
+
+class UnknownLanguage(InvalidInput):
+    """A language code that the model's vocabulary does not have. ``near`` holds up to three close codes."""
+
+    def __init__(self, argument: str, code: object, near: tuple[str, ...]) -> None:
+        self.near = near
+        hint = f" (did you mean {', '.join(near)}?)" if near else ""
+        super().__init__(argument, "a language code of this model", f"{code!r}{hint}")
+
+
+class CheckpointError(MetraleError, ValueError):
+    """A checkpoint folder that cannot be loaded. ``problems`` lists every reason found, one sentence each."""
+
+    def __init__(self, path: object, problems: str | list[str]) -> None:
+        self.path = str(path)
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        body = self.problems[0] if len(self.problems) == 1 else "".join(f"\n  - {p}" for p in self.problems)
+        super().__init__(f"{self.path}: {body}")
+
+
+class NotSupported(MetraleError, NotImplementedError):
+    """A method of the Model interface that this model cannot serve. ``model`` and ``method`` say which."""
+
+    def __init__(self, model: str, method: str, why: str = "") -> None:
+        self.model = model
+        self.method = method
+        super().__init__(f"{model} does not support {method}" + (f": {why}" if why else ""))
+
+
+class SequenceError(MetraleError, RuntimeError):
+    """A call that does not fit the state of a sequence or of the model (no slot left, not prefilled, closed)."""

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The values that pass through the Model interface. None of them holds device memory."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Final, Literal, TypeAlias
+
+from gpu_runtime.pointer import DevicePtr
+from metrale.errors import InvalidInput, MetraleError
+
+LogitsDtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
+"""Element type of a logits row."""
+
+EarlyStopping: TypeAlias = bool | Literal["never"]
+"""When a beam search ends; see :class:`BeamReq`."""
+
+ForwardSelect: TypeAlias = Literal["legacy", "circuit"]
+"""The forward that decode runs: the family's own layer loop, or a program compiled from a circuit plan."""
+
+BATCH_LADDER: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Batch sizes that decode steps are padded to."""
+
+
+def padded_batch_n(n: int) -> int:
+    """Return the number of rows that a decode step of ``n`` sequences is padded to.
+
+    Captured graphs are keyed by this number, so that a few of them serve every batch.
+
+    Returns
+    -------
+    int
+        The smallest rung of :data:`BATCH_LADDER` that is at least ``n``; ``n`` itself above the last rung.
+
+    Raises
+    ------
+    InvalidInput
+        When ``n`` is below 1.
+    """
+    if n < 1:
+        raise InvalidInput("n", "at least 1 sequence", n)
+    rung = bisect_left(BATCH_LADDER, n)
+    return BATCH_LADDER[rung] if rung < len(BATCH_LADDER) else n
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One live sequence, as its caller sees it. The model keeps the KV and finds it by ``slot_idx``.
+
+    Two states are equal only when they are the same object. ``ModelLifecycle.alloc_sequence`` makes them.
+
+    Attributes
+    ----------
+    slot_idx : int
+        Slot that the sequence holds, or :data:`DETACHED` once it has given it up.
+    tokens : list[int]
+        Ids that the decoder has consumed, in order.
+    seq_len : int
+        Positions whose KV is written; after a step, ``len(tokens)``.
+    prompt_len : int
+        Length of ``tokens`` right after prefill.
+    src_lang_id, tgt_lang_id : int
+        Token ids of the source and target language; 0 is the model's default. Set before prefill.
+    adapter_slot : int
+        Adapter applied to this sequence's rows, or -1 for the base model. Set before prefill.
+    """
+
+    DETACHED: ClassVar[int] = sys.maxsize
+    """``slot_idx`` of a sequence that owns no slot; freeing it does nothing."""
+
+    slot_idx: int
+    tokens: list[int] = field(default_factory=list)
+    seq_len: int = 0
+    prompt_len: int = 0
+    src_lang_id: int = 0
+    tgt_lang_id: int = 0
+    adapter_slot: int = -1
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether the sequence has given up its slot."""
+        return self.slot_idx == self.DETACHED
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSlice:
+    """A chunk of one prompt, for the calls that prefill several sequences at once.
+
+    Attributes
+    ----------
+    prompt_tokens : Sequence[int]
+        The whole prompt, of which ``chunk_len`` tokens from ``chunk_start`` are prefilled.
+    seq : SequenceState
+        The sequence that the prompt belongs to; the call changes it.
+    is_last_chunk : bool
+        Whether the prompt ends with this chunk. Only then are there logits.
+    """
+
+    prompt_tokens: Sequence[int]
+    seq: SequenceState
+    chunk_start: int
+    chunk_len: int
+    is_last_chunk: bool
+
+    @classmethod
+    def whole(cls, tokens: Sequence[int], seq: SequenceState) -> PrefillSlice:
+        """Return the slice that prefills all of ``tokens`` in one chunk."""
+        return cls(tokens, seq, 0, len(tokens), True)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamReq:
+    """One beam search, run to its end by ``ModelForward.generate_beam_batch``.
+
+    Attributes
+    ----------
+    prompt_tokens : Sequence[int]
+        Subword ids of the source, without language token and EOS: the model adds both.
+    src_lang_id, tgt_lang_id : int
+        Language token ids; 0 is the model's default.
+    adapter_slot : int
+        Adapter to apply, or -1 for the base model.
+    num_beams : int
+        Width of the search; 1 is greedy. The request occupies that many lanes.
+    max_new : int
+        Most ids in the result, the language token and EOS included.
+    length_penalty : float
+        A finished hypothesis of ``L`` ids scores its summed log-probability over ``L ** length_penalty``.
+    early_stopping : bool or "never"
+        ``False`` ends when no running beam can beat the worst of ``num_beams`` finished hypotheses at its present
+        length, ``True`` as soon as there are ``num_beams``, ``"never"`` when none can at any length.
+    """
+
+    prompt_tokens: Sequence[int]
+    src_lang_id: int = 0
+    tgt_lang_id: int = 0
+    adapter_slot: int = -1
+    num_beams: int = 4
+    max_new: int = 256
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+
+
+@dataclass(frozen=True, slots=True)
+class MixedForwardResult:
+    """What ``mixed_forward`` returns: decode row 0 (NULL without decode tokens) and the prefill's row (NULL unless
+    its chunk was the last)."""
+
+    decode_logits: DevicePtr
+    prefill_logits: DevicePtr
+
+
+@dataclass(frozen=True, slots=True)
+class MixedBatchResult:
+    """What ``mixed_forward_batch`` returns: decode row 0 (NULL without decode tokens) and one pointer per prefill
+    slice, in order (NULL unless that chunk was its prompt's last)."""
+
+    decode_logits: DevicePtr
+    prefill_logits: list[DevicePtr]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyBatchedOpts:
+    """Options of ``ModelVerify.decode_verify_batched``.
+
+    Attributes
+    ----------
+    write_on_accept : bool
+        Hold back recurrent state until the verdicts are known. The caller then owes a call of ``gdn_fold_accepted``
+        with all of them before it commits any accepted prefix.
+    """
+
+    write_on_accept: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FeedSource:
+    """Where one row of a fed decode step takes its input id from: ``token`` or ``from_row``, never both.
+
+    Attributes
+    ----------
+    token : int or None
+        The id itself, known on the host.
+    from_row : int or None
+        The feed cell with the id, counted by the rows of the last ``argmax_batch_to_feed``. It is read on the device,
+        so the host may enqueue the step before it knows the id.
+
+    Raises
+    ------
+    InvalidInput
+        When neither or both are given, or the one given is negative.
+    """
+
+    token: int | None = None
+    from_row: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.token, self.from_row) if value is not None]
+        if len(given) != 1 or given[0] < 0:
+            raise InvalidInput("FeedSource", "one of token and from_row, not negative", (self.token, self.from_row))
+
+
+@dataclass(frozen=True, slots=True)
+class RowMask:
+    """The at most two ids that may not win one row's argmax (``RowMask()`` admits all).
+
+    Raises
+    ------
+    InvalidInput
+        When there are more than two ids, or one is negative.
+    """
+
+    MAX_IDS: ClassVar[int] = 2
+
+    banned: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.banned) > self.MAX_IDS or any(token < 0 for token in self.banned):
+            raise InvalidInput("banned", f"at most {self.MAX_IDS} ids, none negative", self.banned)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardDisclosure:
+    """Which forward decode runs, for records.
+
+    Attributes
+    ----------
+    forward : str
+        ``"legacy"`` or ``"circuit"``.
+    plan_digest : str or None
+        Digest of the compiled plan; None for the legacy forward, which has none.
+    launches_per_step : int or None
+        Kernel launches in one decode step, where the model knows the number.
+    """
+
+    forward: ForwardSelect = "legacy"
+    plan_digest: str | None = None
+    launches_per_step: int | None = None
+
+
+class EpCommandFailed(MetraleError, RuntimeError):
+    """A command of another rank that arrived, ran and failed here.
+
+    ``ModelEp.ep_worker_step`` raises it so that its caller can go on with the next command: the leading rank meets the
+    same failure and reports it. Anything else raised there means that the link is lost. ``__cause__`` is the failure.
+    """

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The ops that the models are made of. Importing this package registers them all."""
+
+from metrale.ops.argmax import argmax
+from metrale.ops.decode_attention import decode_attention
+from metrale.ops.embed import embed
+from metrale.ops.kv_scatter import kv_scatter
+from metrale.ops.layer_norm import layer_norm
+from metrale.ops.linear import linear
+from metrale.ops.packed_attention import packed_attention
+
+__all__ = ["argmax", "decode_attention", "embed", "kv_scatter", "layer_norm", "linear", "packed_attention"]

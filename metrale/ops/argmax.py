@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The largest logit of each row, and whether the row may be trusted."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from gpu_runtime import dtypes
+from gpu_runtime.backend import GpuBackend
+from gpu_runtime.limits import Limits
+from gpu_runtime.op import EXACT, REGISTRY, Dims, Inputs, LaunchPlan, Op, OpSpec, scalar, tensor
+from gpu_runtime.streams import StreamLike
+from metrale.ops import inputs
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SPEC: Final = OpSpec(
+    name="argmax",
+    args=(
+        tensor("logits", "in", "T", "rows", "vocab", row_stride="stride"),
+        tensor("ids", "out", "i32", "rows"),
+        tensor("flags", "out", "i32", "rows"),
+        scalar("rows", "i32"),
+        scalar("vocab", "i32"),
+        scalar("stride", "i64"),
+    ),
+    tolerance=EXACT,  # comparisons only
+)
+
+
+def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
+    """One block a row, a thread for each eight logits, in whole warps, at most 1,024."""
+    warps = -(-dims["vocab"] // (8 * limits.warp_size))
+    return LaunchPlan(SPEC.entry(dtype), (dims["rows"], 1, 1), (limits.warp_size * min(warps, 32), 1, 1))
+
+
+def reference(*, logits: Array, ids: Array, flags: Array, rows: int, vocab: int, stride: int) -> None:
+    """Compare in float32; the lowest index wins a tie, and NaN counts as minus infinity."""
+    values = logits.astype(np.float32, copy=False)
+    ids[...] = values.argmax(axis=1)  # a NaN, if there is one
+    largest = values[np.arange(rows), ids]
+    flags[...] = ~(np.isfinite(largest) & np.isfinite(values.min(axis=1)))
+    for row in np.flatnonzero(np.isnan(largest)):
+        ids[row] = np.where(np.isnan(values[row]), -np.inf, values[row]).argmax()
+
+
+SPECIAL: Final = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+
+
+def make_inputs(
+    rng: np.random.Generator,
+    dtype: str,
+    *,
+    rows: int,
+    vocab: int,
+    pad: int = 0,
+    tie: bool = False,
+    special: tuple[str, ...] = (),
+) -> Inputs:
+    logits = inputs.normal(rng, (rows, vocab + pad), dtype)
+    logits[:, vocab:] = np.inf  # padding must not be looked at
+    if tie:
+        logits[:, vocab // 3] = logits[:, vocab - 1] = dtypes.NUMPY[dtype].type(9)
+    for row, name in enumerate(special):
+        logits[row, rng.integers(0, vocab)] = SPECIAL[name]
+    return {
+        "logits": logits,
+        "ids": inputs.output((rows,), "i32"),
+        "flags": inputs.output((rows,), "i32"),
+        "rows": rows,
+        "vocab": vocab,
+        "stride": vocab + pad,
+    }
+
+
+CASES: Final = (
+    {"rows": 1, "vocab": 1},
+    {"rows": 3, "vocab": 97, "pad": 31},
+    {"rows": 4, "vocab": 8240, "tie": True},
+    {"rows": 5, "vocab": 300, "pad": 20, "special": ("nan", "inf", "-inf", "nan")},
+    {"rows": 2, "vocab": 256206, "pad": 50},
+)
+
+OP: Final = REGISTRY.register(Op(SPEC, reference, make_inputs, CASES, plan=plan))
+
+
+def argmax(
+    gpu: GpuBackend,
+    logits: int,
+    ids: int,
+    flags: int,
+    *,
+    rows: int,
+    vocab: int,
+    stride: int,
+    dtype: str,
+    stream: StreamLike = 0,
+) -> None:
+    """Enqueue ``ids[r] = argmax(logits[r])`` and ``flags[r] = 1`` when the row has a NaN or an infinity, else 0.
+
+    ``logits`` is ``dtype``, ``[rows, vocab]`` with rows ``stride`` elements apart; ``ids`` and ``flags`` are int32
+    ``[rows]``.
+    """
+    OP.launch(gpu, dtype, (logits, ids, flags, rows, vocab, stride), stream)

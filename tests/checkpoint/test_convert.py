@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Conversion between float formats: one rounding to nearest even, and overflow is never silent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from metrale.checkpoint import FLOAT_DTYPES, convert
+from metrale.errors import CheckpointError, InvalidInput
+
+
+def every_value(dtype: str) -> NDArray[Any]:
+    """All 65,536 values of a 16-bit format."""
+    return np.arange(1 << 16, dtype=np.uint16).view(FLOAT_DTYPES[dtype])
+
+
+def fitting(values: NDArray[Any], largest: float) -> NDArray[Any]:
+    with np.errstate(invalid="ignore"):  # some of the NaNs are signalling
+        wide = values.astype(np.float64)
+    return np.asarray(values[np.isnan(wide) | np.isinf(wide) | (np.abs(wide) <= largest)])
+
+
+def nearest_even(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Round finite float32 values by search among all values of a 16-bit format, in float64, ties to the even code."""
+    infinity = int(np.array(np.inf, FLOAT_DTYPES[dtype]).view(np.uint16))
+    table = np.arange(infinity, dtype=np.uint16).view(FLOAT_DTYPES[dtype]).astype(np.float64)
+    wide = np.abs(values.astype(np.float64))
+    above = np.minimum(np.searchsorted(table, wide), len(table) - 1)
+    below = np.maximum(above - 1, 0)
+    to_above, to_below = table[above] - wide, wide - table[below]
+    even_above = above % 2 == 0
+    magnitude = np.where((to_above < to_below) | ((to_above == to_below) & even_above), above, below)
+    return np.asarray((magnitude | np.where(np.signbit(values), 0x8000, 0)).astype(np.uint16).view(FLOAT_DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_sixteen_bits_survive_a_round_trip_through_f32(dtype: str) -> None:
+    values = every_value(dtype)
+    back = convert(convert(values, "f32"), dtype)
+    nan = np.isnan(values.astype(np.float32))
+    np.testing.assert_array_equal(back.view(np.uint16)[~nan], values.view(np.uint16)[~nan])
+    assert np.isnan(back.astype(np.float32))[nan].all()
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("f16", 65504.0), ("bf16", 3.3895313892515355e38)])
+def test_f32_rounds_to_the_nearest_and_ties_to_even(dtype: str, largest: float) -> None:
+    random = np.random.default_rng(7)
+    grid = fitting(every_value(dtype).astype(np.float32), largest)
+    grid = np.sort(grid[np.isfinite(grid)])
+    # Halfway points between neighbours are exact in float32, and one step to each side decides the direction.
+    halfway = ((grid[:-1].astype(np.float64) + grid[1:]) / 2).astype(np.float32)
+    values = np.concatenate(
+        [grid, halfway, np.nextafter(halfway, np.float32(np.inf)), np.nextafter(halfway, np.float32(-np.inf))]
+    )
+    values = np.concatenate([values, random.standard_normal(4096).astype(np.float32)])
+    got = convert(values, dtype)
+    assert got.dtype == FLOAT_DTYPES[dtype]
+    expected = nearest_even(values, dtype)
+    nonzero = expected.astype(np.float32) != 0  # the sign of a zero is compared below
+    np.testing.assert_array_equal(got.view(np.uint16)[nonzero], expected.view(np.uint16)[nonzero])
+    np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+    np.testing.assert_array_equal(np.signbit(got.astype(np.float32)), np.signbit(values))
+
+
+@pytest.mark.parametrize(("source", "target"), [("f16", "bf16"), ("bf16", "f16")])
+def test_between_the_sixteen_bit_formats_there_is_one_rounding(source: str, target: str) -> None:
+    values = fitting(every_value(source), 65504.0)
+    finite = np.isfinite(values.astype(np.float32))
+    got = convert(values, target).astype(np.float32)
+    expected = nearest_even(values[finite].astype(np.float32), target).astype(np.float32)
+    np.testing.assert_array_equal(got[finite], expected)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(values.astype(np.float32)))
+
+
+def test_the_same_dtype_is_the_same_array() -> None:
+    array = np.ones(3, np.float32)
+    assert convert(array, "f32") is array
+
+
+@pytest.mark.parametrize(
+    ("value", "source", "target"),
+    [
+        (65520.0, "f32", "f16"),  # halfway from the largest float16 to the next power of two: rounds away
+        (-1e38, "f32", "f16"),
+        (65536.0, "bf16", "f16"),
+        (3.4e38, "f32", "bf16"),
+    ],
+)
+def test_overflow_is_an_error_that_names_the_tensor(value: float, source: str, target: str) -> None:
+    array = np.array([0.0, np.inf, value, np.nan]).astype(FLOAT_DTYPES[source])
+    with pytest.raises(CheckpointError, match=r"'layer\.weight': 1 finite values do not fit in") as caught:
+        convert(array, target, name="layer.weight", path="folder")
+    assert caught.value.path == "folder"
+
+
+def test_the_largest_fitting_value_infinities_and_nans_pass() -> None:
+    array = np.array([65519.0, -65504.0, np.inf, -np.inf, np.nan], np.float32)
+    np.testing.assert_array_equal(convert(array, "f16"), np.array([65504, -65504, np.inf, -np.inf, np.nan], np.float16))
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="dtype: expected one of f32, f16, bf16, got f64"):
+        convert(np.ones(1, np.float32), "f64")
+    for dtype in (np.float64, np.int8, ml_dtypes.float8_e4m3fn):
+        with pytest.raises(InvalidInput, match="array: expected"):
+            convert(np.ones(1, dtype), "f32")

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Checkpoint folders: single and sharded, read by rows, and every damage told apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from metrale.checkpoint import FLOAT_DTYPES, TensorInfo, open_checkpoint
+from metrale.errors import CheckpointError, InvalidInput
+
+INDEX = "model.safetensors.index.json"
+Arrays = dict[str, NDArray[Any]]
+
+
+@pytest.fixture
+def arrays() -> Arrays:
+    values = np.random.default_rng(3).standard_normal((7, 5))
+    return {
+        "a": values.astype(np.float32),
+        "b": values.astype(np.float16),
+        "c": values.astype(ml_dtypes.bfloat16),
+        "vector": values[0].astype(ml_dtypes.bfloat16),
+        "cube": np.arange(24, dtype=np.float32).reshape(2, 3, 4),
+        "scalar": np.array(2.5, np.float32),
+        "no_rows": np.zeros((0, 4), np.float16),
+        "no_columns": np.zeros((3, 0), np.float32),
+    }
+
+
+def write_single(folder: Path, arrays: Arrays) -> Path:
+    save_file(arrays, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def write_shards(folder: Path, arrays: Arrays, placed: dict[str, object] | None = None) -> None:
+    """Put tensors in two shards by turns; ``placed`` changes the index (None removes a name)."""
+    weight_map: dict[str, object] = {}
+    for shard in (0, 1):
+        part = {name: array for at, (name, array) in enumerate(arrays.items()) if at % 2 == shard}
+        file = f"model-0000{shard + 1}-of-00002.safetensors"
+        save_file(part, folder / file)
+        weight_map.update(dict.fromkeys(part, file))
+    weight_map.update(placed or {})
+    weight_map = {name: file for name, file in weight_map.items() if file is not None}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+
+
+def bits(array: NDArray[Any]) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
+def test_every_tensor_reads_back_to_the_bit(tmp_path: Path, arrays: Arrays, sharded: bool) -> None:
+    (write_shards if sharded else write_single)(tmp_path, arrays)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.path == tmp_path
+        assert set(checkpoint.tensors) == set(arrays)
+        names = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+        for name, array in arrays.items():
+            assert checkpoint.tensors[name] == TensorInfo(name, array.shape, names[array.dtype])
+            rows = checkpoint.read_rows(name, 0, checkpoint.tensors[name].rows)
+            assert (rows.dtype, rows.shape, bits(rows)) == (array.dtype, array.shape, bits(array))
+            assert not rows.flags.writeable
+
+
+@pytest.mark.parametrize("max_bytes", [1, 39, 40, 1 << 20])
+def test_chunks_are_consecutive_bounded_and_complete(tmp_path: Path, arrays: Arrays, max_bytes: int) -> None:
+    write_single(tmp_path, arrays)
+    with open_checkpoint(tmp_path) as checkpoint:
+        for name, array in arrays.items():
+            at = 0
+            for start, rows in checkpoint.iter_chunks(name, max_bytes):
+                assert start == at
+                count = len(rows) if rows.shape else 1
+                assert bits(rows) == bits(array[start : start + count] if array.shape else array)
+                assert rows.nbytes <= max_bytes or count == 1
+                at += count
+            assert at == checkpoint.tensors[name].rows
+
+
+def test_rows_are_read_from_the_middle(tmp_path: Path, arrays: Arrays) -> None:
+    write_single(tmp_path, arrays)
+    with open_checkpoint(str(tmp_path)) as checkpoint:
+        for name in ("a", "b", "c", "vector"):
+            assert bits(checkpoint.read_rows(name, 2, 5)) == bits(arrays[name][2:5])
+        assert checkpoint.read_rows("a", 3, 3).shape == (0, 5)
+
+
+def test_wrong_requests_are_refused(tmp_path: Path, arrays: Arrays) -> None:
+    write_single(tmp_path, arrays)
+    with open_checkpoint(tmp_path) as checkpoint:
+        for start, stop in [(-1, 2), (3, 2), (0, 8)]:
+            with pytest.raises(InvalidInput, match="0 <= start <= stop <= 7"):
+                checkpoint.read_rows("a", start, stop)
+        with pytest.raises(InvalidInput, match="scalar"):
+            checkpoint.read_rows("scalar", 1, 1)
+        with pytest.raises(InvalidInput, match="name: expected a tensor of this checkpoint, got zz"):
+            checkpoint.read_rows("zz", 0, 1)
+        with pytest.raises(InvalidInput, match="max_bytes"):
+            next(checkpoint.iter_chunks("a", 0))
+
+
+def test_a_closed_checkpoint_keeps_what_was_read(tmp_path: Path, arrays: Arrays) -> None:
+    write_single(tmp_path, arrays)
+    checkpoint = open_checkpoint(tmp_path)
+    rows = checkpoint.read_rows("a", 0, 7)
+    checkpoint.close()
+    checkpoint.close()
+    assert bits(rows) == bits(arrays["a"])
+    with pytest.raises(CheckpointError, match="is closed"):
+        checkpoint.read_rows("a", 0, 1)
+
+
+def test_other_dtypes_are_described_but_not_read(tmp_path: Path) -> None:
+    write_single(tmp_path, {"i": np.zeros(2, np.int64), "q": np.zeros(2, ml_dtypes.float8_e4m3fn)})
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert {name: info.dtype for name, info in checkpoint.tensors.items()} == {"i": "i64", "q": "f8_e4m3"}
+        with pytest.raises(CheckpointError, match="'i' has dtype i64; only f32, f16, bf16 are read"):
+            checkpoint.read_rows("i", 0, 1)
+
+
+def test_with_both_forms_the_single_file_is_taken(tmp_path: Path, arrays: Arrays) -> None:
+    write_shards(tmp_path, arrays)
+    write_single(tmp_path, {"only": arrays["a"]})
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert set(checkpoint.tensors) == {"only"}
+
+
+def test_symbolic_links_of_a_download_cache_are_followed(tmp_path: Path, arrays: Arrays) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    write_shards(blobs, arrays)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    with open_checkpoint(snapshot) as checkpoint:
+        assert set(checkpoint.tensors) == set(arrays)
+
+
+def refused(path: Path, *reasons: str) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(path)
+    for reason in reasons:
+        assert reason in str(caught.value)
+    return caught.value
+
+
+def test_folders_without_readable_weights(tmp_path: Path) -> None:
+    refused(tmp_path / "missing", "there is no such folder")
+    refused(tmp_path, "is an empty folder")
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path, "expected model.safetensors or model.safetensors.index.json")
+    refused(tmp_path / "config.json", "is a file, expected the folder")
+    (tmp_path / "model.safetensors").mkdir()
+    refused(tmp_path, "model.safetensors: there is no such file")
+    (tmp_path / "model.safetensors").rmdir()
+    os.mkfifo(tmp_path / "model.safetensors")  # opening it would block
+    refused(tmp_path, "model.safetensors: there is no such file")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
+def test_a_pytorch_checkpoint_says_how_to_convert_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"PK")
+    refused(tmp_path, "not read yet", "save_pretrained")
+
+
+def test_damaged_files(tmp_path: Path, arrays: Arrays) -> None:
+    path = write_single(tmp_path, arrays)
+    whole = path.read_bytes()
+    header = int.from_bytes(whole[:8], "little")
+    damages = {
+        b"": "is an empty file",
+        whole[:5]: "not a complete safetensors file (5 bytes)",
+        whole[: 8 + header // 2]: "not a complete safetensors file",
+        whole[:-1]: "not a complete safetensors file",
+        whole + b"\0": "not a complete safetensors file",
+        whole[:8] + b"x" * header + whole[8 + header :]: "not a complete safetensors file",
+        b"\xff" * 8 + whole[8:]: "not a complete safetensors file",
+        whole.replace(b"[7,5]", b"[8,5]", 1): "not a complete safetensors file",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n": "is a Git LFS pointer",
+    }
+    assert len(damages) == 9
+    for damaged, reason in damages.items():
+        path.write_bytes(damaged)
+        assert len(refused(tmp_path, str(path), reason).problems) == 1
+
+
+def test_random_damage_to_the_header_is_an_error_or_harmless(tmp_path: Path, arrays: Arrays) -> None:
+    path = write_single(tmp_path, arrays)
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    generator = random.Random(11)
+    refusals = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(generator.randint(1, 3)):
+            damaged[generator.randrange(end)] = generator.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            with open_checkpoint(tmp_path) as checkpoint:
+                for name, info in checkpoint.tensors.items():
+                    if info.dtype in FLOAT_DTYPES:
+                        assert checkpoint.read_rows(name, 0, info.rows).shape == info.shape
+        except CheckpointError:
+            refusals += 1
+    assert refusals > 100
+
+
+@pytest.mark.parametrize(
+    "shard", ["/etc/x", "../x", "a/../../x", "..", "", ".", "a\\x", "C:x", "x\0", 3, None, ["x"]], ids=repr
+)
+def test_an_index_cannot_leave_the_folder(tmp_path: Path, shard: object) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
+    refused(tmp_path, "is not the name of a file inside the folder")
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": None}], ids=repr)
+def test_an_index_without_a_map(tmp_path: Path, index: dict[str, object]) -> None:
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    refused(tmp_path, INDEX, "weight_map: expected an object")
+
+
+def test_an_index_that_is_not_json(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text("{")
+    refused(tmp_path, INDEX, "not valid JSON")
+
+
+def test_index_and_shards_must_agree(tmp_path: Path, arrays: Arrays) -> None:
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    write_shards(tmp_path, arrays, {"a": second, "b": None, "ghost": first, "lost": "missing.safetensors"})
+    error = refused(tmp_path)
+    assert sorted(error.problems) == sorted(
+        [
+            f"{INDEX} places 'a' in \"{second}\", which lacks it",
+            f"{INDEX} places 'ghost' in \"{first}\", which lacks it",
+            f"\"{first}\" holds 'a', which {INDEX} does not place there",
+            f"\"{second}\" holds 'b', which {INDEX} does not place there",
+            '"missing.safetensors" there is no such file',
+        ]
+    )
+
+
+def test_shards_may_lie_in_a_folder_inside(tmp_path: Path, arrays: Arrays) -> None:
+    (tmp_path / "parts").mkdir()
+    save_file({"a": arrays["a"]}, tmp_path / "parts" / "one.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "parts/one.safetensors"}}))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert bits(checkpoint.read_rows("a", 0, 7)) == bits(arrays["a"])
+
+
+def test_a_truncated_shard_is_named(tmp_path: Path, arrays: Arrays) -> None:
+    write_shards(tmp_path, arrays)
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-3])
+    refused(tmp_path, '"model-00002-of-00002.safetensors" is not a complete safetensors file')
