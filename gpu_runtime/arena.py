@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
-from gpu_runtime import dtypes
+from gpu_runtime import checks, dtypes
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.pointer import DevicePtr
@@ -33,16 +34,19 @@ class Layout:
         ------
         ValueError
             When the name is taken or the size is negative.
+        TypeError
+            When the size is not an integer.
         """
-        if name in self._offsets or nbytes < 0:
-            raise ValueError(f"layout: expected a new name and a size of at least 0, got {name!r}, {nbytes}")
+        if name in self._offsets:
+            raise ValueError(f"layout: expected a new name, got {name!r} again")
+        size = checks.integer(f"layout: {name}", nbytes, low=0)
         self._offsets[name] = self.nbytes
-        self.nbytes += -(-nbytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
+        self.nbytes += -(-size // REGION_ALIGNMENT) * REGION_ALIGNMENT
 
     @property
     def offsets(self) -> Mapping[str, int]:
         """Byte offset of each region."""
-        return self._offsets
+        return MappingProxyType(self._offsets)
 
 
 class Arena:
@@ -63,7 +67,9 @@ class Arena:
         self.base = gpu.alloc(max(layout.nbytes, 1), tag=tag)
 
     def __getitem__(self, name: str) -> DevicePtr:
-        """Return the address of a region. `KeyError` when there is none of that name."""
+        """Return the address of a region. `KeyError` when there is none of that name, InvalidPointer after `free`."""
+        if self.base.is_null:
+            raise InvalidPointer(f"arena: expected a live arena, got region {name!r} of one that was freed")
         return self.base.offset(self._offsets[name])
 
     def free(self) -> None:
@@ -85,12 +91,24 @@ class LogitsArena:
         Elements of a row that are logits; the rest, up to ``row_elements``, is padding.
     dtype : str
         Element type.
+
+    Raises
+    ------
+    ValueError
+        When a count is below 1, or there is no such element type.
     """
 
     base: DevicePtr
     rows: int
     vocab: int
     dtype: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "base", DevicePtr(self.base))
+        for name in ("rows", "vocab"):
+            object.__setattr__(self, name, checks.integer(f"logits: {name}", getattr(self, name), low=1))
+        if self.dtype not in dtypes.FLOAT_TYPES:
+            raise ValueError(f"logits: dtype: expected one of {dtypes.FLOAT_TYPES}, got {self.dtype!r}")
 
     @staticmethod
     def padded(vocab: int) -> int:
@@ -114,9 +132,10 @@ class LogitsArena:
         InvalidPointer
             When the arena has no such row.
         """
-        if not 0 <= index < self.rows:
-            raise InvalidPointer(f"logits row: expected an index in [0, {self.rows}), got {index}")
-        return self.base.offset(index * self.row_bytes)
+        position = checks.integer("logits row", index)
+        if not 0 <= position < self.rows:
+            raise InvalidPointer(f"logits row: expected an index in [0, {self.rows}), got {position}")
+        return self.base.offset(position * self.row_bytes)
 
     def index(self, ptr: int, count: int = 1) -> int:
         """Return the index of the row at ``ptr``, the first of ``count`` rows.
@@ -126,12 +145,13 @@ class LogitsArena:
         InvalidPointer
             When ``ptr`` is not the start of a row, or the rows run past the arena.
         """
-        index, rest = divmod(int(ptr) - int(self.base), self.row_bytes)
+        address, rows = checks.address("logits", ptr), checks.integer("logits: count", count)
+        index, rest = divmod(address - int(self.base), self.row_bytes)
         if rest or not 0 <= index < self.rows:
             raise InvalidPointer(
                 f"logits: expected the address of one of {self.rows} rows of {self.row_bytes} bytes from "
-                f"{int(self.base):#x}, got {int(ptr):#x}"
+                f"{int(self.base):#x}, got {address:#x}"
             )
-        if count < 1 or index + count > self.rows:
-            raise InvalidPointer(f"logits: expected 1 to {self.rows - index} rows from row {index}, got {count}")
+        if rows < 1 or index + rows > self.rows:
+            raise InvalidPointer(f"logits: expected 1 to {self.rows - index} rows from row {index}, got {rows}")
         return index

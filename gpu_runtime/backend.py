@@ -414,6 +414,10 @@ class GpuBackend(abc.ABC):
         """Return what launches may ask for."""
 
     @abc.abstractmethod
+    def kind(self) -> Literal["host", "cuda"]:
+        """Return which backend this is."""
+
+    @abc.abstractmethod
     def name(self) -> str:
         """Return the device's name."""
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from gpu_runtime import dtypes
+from gpu_runtime import checks, dtypes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,6 +37,14 @@ class Gemm:
     batch : int
         Number of products; A, W and C of product ``i`` start ``i * stride`` elements further.
     stride_a, stride_w, stride_c : int
+        At least 0; several products may share A or W, and the rows of their C may interleave but not overlap.
+
+    Raises
+    ------
+    TypeError
+        When a size is not an integer or alpha not a number.
+    ValueError
+        When a value is out of range, or options do not go together.
     """
 
     m: int
@@ -74,11 +82,12 @@ class Gemm:
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"gemm: {name}: expected at least 1, got {getattr(self, name)}")
+            self._integer(name, 1)
         for name, least in (("lda", self.k), ("ldw", self.k), ("ldc", self.n)):
-            if getattr(self, name) < least:
-                raise ValueError(f"gemm: {name}: expected at least {least} elements, got {getattr(self, name)}")
+            self._integer(name, least)
+        for name in ("stride_a", "stride_w", "stride_c"):
+            self._integer(name, 0)
+        object.__setattr__(self, "alpha", checks.float32("gemm: alpha", self.alpha))
         for name in ("dtype", "out_dtype"):
             if getattr(self, name) not in dtypes.FLOAT_TYPES:
                 raise ValueError(f"gemm: {name}: expected one of {dtypes.FLOAT_TYPES}, got {getattr(self, name)!r}")
@@ -88,8 +97,13 @@ class Gemm:
             raise ValueError("gemm: activation: expected 'none' together with accumulate")
         if not math.isfinite(self.alpha):
             raise ValueError(f"gemm: alpha: expected a finite number, got {self.alpha}")
-        if self.batch > 1 and self.stride_c < (self.m - 1) * self.ldc + self.n:
+        apart = self.stride_c >= (self.m - 1) * self.ldc + self.n
+        interleaved = self.stride_c >= self.n and (self.batch - 1) * self.stride_c + self.n <= self.ldc
+        if self.batch > 1 and not apart and not interleaved:
             raise ValueError(f"gemm: stride_c: expected products that do not overlap, got {self.stride_c}")
+
+    def _integer(self, name: str, low: int) -> None:
+        object.__setattr__(self, name, checks.integer(f"gemm: {name}", getattr(self, name), low))
 
 
 def relu(x: Array) -> None:

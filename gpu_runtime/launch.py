@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
-from gpu_runtime import dtypes
+from gpu_runtime import checks, dtypes
 from gpu_runtime.limits import Limits
-from gpu_runtime.op import ELEMENT, Arg, OpSpec
+from gpu_runtime.op import ELEMENT, Arg, Dims, OpSpec
 
 Dim3 = int | tuple[int, ...]
 
@@ -20,10 +19,13 @@ def dim3(name: str, value: Dim3, maximum: tuple[int, int, int]) -> tuple[int, in
 
     Raises
     ------
+    TypeError
+        When it is neither an integer nor a tuple or list of integers.
     ValueError
         When it has more than three axes, or an axis is not in [1, maximum].
     """
-    given = (value,) if isinstance(value, int) else tuple(value)
+    axes = value if isinstance(value, tuple | list) else (value,)
+    given = [checks.integer(name, axis) for axis in axes]
     x, y, z = (*given, 1, 1, 1)[:3]
     if not 1 <= len(given) <= 3 or not all(1 <= axis <= most for axis, most in zip((x, y, z), maximum, strict=True)):
         raise ValueError(f"{name}: expected one to three axes from 1 to {maximum}, got {value!r}")
@@ -45,8 +47,7 @@ def check_geometry(
     threads = dim3("block", block, (most, most, 64))
     if math.prod(threads) > most:
         raise ValueError(f"block: expected at most {most} threads, got {threads}")
-    if not 0 <= shared_bytes <= limits.max_shared_bytes:
-        raise ValueError(f"shared_mem: expected 0 to {limits.max_shared_bytes} bytes, got {shared_bytes}")
+    checks.integer("shared_mem", shared_bytes, 0, limits.max_shared_bytes)
     return blocks, threads
 
 
@@ -59,31 +60,33 @@ def check_arguments(spec: OpSpec, dtype: str, values: Sequence[Any]) -> list[Any
     Raises
     ------
     TypeError
-        When the count is wrong or a value has the wrong kind.
+        When the count is wrong or a value has the wrong kind; a bool is neither an address nor a number.
     ValueError
-        When a value does not fit its C type, NULL stands where it may not, or an address is misaligned.
+        When a value does not fit its C type, NULL stands where it may not, an address is misaligned, an extent is
+        negative, or rows that are written overlap.
     """
-    if len(values) != len(spec.args):
-        names = ", ".join(arg.name for arg in spec.args)
-        raise TypeError(f"{spec.name}: expected {len(spec.args)} arguments ({names}), got {len(values)}")
-    return [
+    dims = spec.dims(values)
+    checked = [
         _check_pointer(spec, arg, dtype, value) if arg.is_pointer else _check_scalar(spec, arg, value)
         for arg, value in zip(spec.args, values, strict=True)
     ]
+    for arg, value in zip(spec.args, checked, strict=True):
+        if arg.is_pointer and value:
+            _check_extents(spec, arg, dims)
+    return checked
 
 
-def _integer(spec: OpSpec, arg: Arg, value: Any) -> int:
-    try:
-        return int(operator.index(value))
-    except TypeError:
-        raise TypeError(f"{spec.name}: {arg.name}: expected an integer, got {value!r}") from None
+def _check_extents(spec: OpSpec, arg: Arg, dims: Dims) -> None:
+    sizes = arg.sizes(dims)
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"{spec.name}: {arg.name}: expected extents of at least 0, got {sizes}")
+    if arg.row_stride is not None:
+        least = 0 if arg.role == "in" else math.prod(sizes[1:])  # an input row may be read again and again
+        checks.integer(f"{spec.name}: {arg.row_stride}", dims[arg.row_stride], low=least)
 
 
 def _check_pointer(spec: OpSpec, arg: Arg, dtype: str, value: Any) -> int:
-    address = _integer(spec, arg, value)
-    low, high = dtypes.INTEGER_RANGE["u64"]
-    if not low <= address <= high:
-        raise ValueError(f"{spec.name}: {arg.name}: expected an address in [0, 2**64), got {address:#x}")
+    address = checks.address(f"{spec.name}: {arg.name}", value)
     if address == 0:
         if not arg.optional:
             raise ValueError(f"{spec.name}: {arg.name}: expected a device address, got NULL")
@@ -96,12 +99,5 @@ def _check_pointer(spec: OpSpec, arg: Arg, dtype: str, value: Any) -> int:
 
 def _check_scalar(spec: OpSpec, arg: Arg, value: Any) -> int | float:
     if arg.dtype == "f32":
-        try:
-            return float(value)
-        except TypeError:
-            raise TypeError(f"{spec.name}: {arg.name}: expected a number, got {value!r}") from None
-    number = _integer(spec, arg, value)
-    low, high = dtypes.INTEGER_RANGE[arg.dtype]
-    if not low <= number <= high:
-        raise ValueError(f"{spec.name}: {arg.name}: expected a value in [{low}, {high}], got {number}")
-    return number
+        return checks.float32(f"{spec.name}: {arg.name}", value)
+    return checks.integer(f"{spec.name}: {arg.name}", value, *dtypes.INTEGER_RANGE[arg.dtype])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from bisect import bisect_right, insort
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.pointer import DevicePtr
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 
-from gpu_runtime import dtypes
+from gpu_runtime import checks, dtypes
 from gpu_runtime.errors import UnknownKernel
 from gpu_runtime.limits import Limits
 from gpu_runtime.streams import StreamLike
@@ -42,7 +42,8 @@ class Arg:
     shape : tuple
         For a pointer, each axis as an int, a scalar parameter's name, or a product of such (``"heads*head_dim"``).
     row_stride : str or None
-        The scalar parameter that gives the distance between rows (first axis) in elements; None means contiguous.
+        The scalar parameter that gives the distance between rows (first axis) in elements, at least a row's elements
+        where rows are written; None means contiguous.
     optional : bool
         Whether NULL is allowed.
     align : int
@@ -163,9 +164,18 @@ class OpSpec:
         return f"{self.name}_{dtype}"
 
     def dims(self, values: Sequence[Any]) -> dict[str, int]:
-        """Return the integer scalar parameters by name."""
+        """Return the integer scalar parameters by name.
+
+        Raises
+        ------
+        TypeError
+            When the count of values is wrong or one of these is not an integer.
+        """
+        if len(values) != len(self.args):
+            names = ", ".join(arg.name for arg in self.args)
+            raise TypeError(f"{self.name}: expected {len(self.args)} arguments ({names}), got {len(values)}")
         return {
-            arg.name: int(value)
+            arg.name: checks.integer(f"{self.name}: {arg.name}", value)
             for arg, value in zip(self.args, values, strict=True)
             if arg.role == "scalar" and arg.dtype != "f32"
         }

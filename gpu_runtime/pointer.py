@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import operator
 from typing import ClassVar, SupportsIndex, overload
 
-_LIMIT = 1 << 64
+from gpu_runtime import checks
 
 
 class DevicePtr(int):
@@ -16,14 +15,15 @@ class DevicePtr(int):
     declared (without ``argtypes`` ctypes cuts an int to 32 bits). Offsets are bytes.
 
     ``ptr + nbytes`` and ``ptr - nbytes`` are pointers, ``ptr - ptr`` is a plain ``int`` of bytes. Any other arithmetic
-    gives a plain ``int``.
+    gives a plain ``int``. Keep the pointer on the left of a NumPy scalar: on the right NumPy computes the sum, in a type
+    of its own choice.
 
     Raises
     ------
     ValueError
         When the address, or the result of an addition, is negative or does not fit in 64 bits.
     TypeError
-        When the value is not an integer.
+        When the value is not an integer; a bool is not.
 
     Examples
     --------
@@ -37,14 +37,11 @@ class DevicePtr(int):
     NULL: ClassVar[DevicePtr]
 
     def __new__(cls, address: SupportsIndex = 0) -> DevicePtr:
-        value = operator.index(address)
-        if not 0 <= value < _LIMIT:
-            raise ValueError(f"DevicePtr: expected an address in [0, 2**64), got {value:#x}")
-        return int.__new__(cls, value)
+        return int.__new__(cls, checks.address("DevicePtr", address))
 
     def offset(self, nbytes: SupportsIndex) -> DevicePtr:
         """Return the address ``nbytes`` bytes further (a negative count goes back)."""
-        return DevicePtr(int(self) + operator.index(nbytes))
+        return DevicePtr(int(self) + checks.integer("DevicePtr: offset", nbytes))
 
     @property
     def is_null(self) -> bool:
@@ -65,7 +62,7 @@ class DevicePtr(int):
     def __sub__(self, other: int) -> int:
         if isinstance(other, DevicePtr):
             return int(self) - int(other)
-        return self.offset(-operator.index(other))
+        return self.offset(-checks.integer("DevicePtr: offset", other))
 
     def __rsub__(self, other: int) -> int:
         raise TypeError("int - DevicePtr: subtract a count of bytes from a pointer, not a pointer from a count")

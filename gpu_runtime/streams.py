@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Final, Protocol, TypeAlias, runtime_checkable
+
+from gpu_runtime import checks
 
 DEFAULT_STREAM: Final = 0
 """The backend's own default stream: non-blocking, and never the legacy stream, which cannot be captured."""
@@ -36,19 +37,25 @@ def stream_handle(stream: StreamLike) -> int:
     Raises
     ------
     TypeError
-        When ``stream`` is neither an integer nor an object with ``__cuda_stream__``.
+        When ``stream`` is neither an integer nor an object with ``__cuda_stream__``, or the latter does not return a
+        pair of integers.
     ValueError
-        When the handle is negative or the protocol's version is not 0.
+        When the handle does not fit in 64 bits or the protocol's version is not 0.
     """
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        handle = int(stream)
-    elif isinstance(stream, SupportsCudaStream):
-        version, raw = stream.__cuda_stream__()
-        if version != 0:
-            raise ValueError(f"stream: expected version 0 of the __cuda_stream__ protocol, got {version}")
-        handle = operator.index(raw) or LEGACY_STREAM
-    else:
+    if isinstance(stream, SupportsCudaStream) and not isinstance(stream, type):
+        return _protocol_handle(stream)
+    if isinstance(stream, bool) or not hasattr(stream, "__index__"):
         raise TypeError(f"stream: expected an int or an object with __cuda_stream__, got {stream!r}")
-    if not 0 <= handle < 1 << 64:
-        raise ValueError(f"stream: expected a handle in [0, 2**64), got {handle}")
-    return handle
+    return checks.address("stream", stream)
+
+
+def _protocol_handle(stream: SupportsCudaStream) -> int:
+    if not callable(stream.__cuda_stream__):
+        raise TypeError(f"stream: expected __cuda_stream__ to be a method, got {stream.__cuda_stream__!r}")
+    pair = stream.__cuda_stream__()
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TypeError(f"stream: expected __cuda_stream__ to return (version, handle), got {pair!r}")
+    version = checks.integer("stream: version", pair[0])
+    if version != 0:
+        raise ValueError(f"stream: expected version 0 of the __cuda_stream__ protocol, got {version}")
+    return checks.address("stream", pair[1]) or LEGACY_STREAM

@@ -54,3 +54,13 @@ class NotSupported(MetraleError, NotImplementedError):
 
 class SequenceError(MetraleError, RuntimeError):
     """A call that does not fit the state of a sequence or of the model (no slot left, not prefilled, closed)."""
+
+
+class NonFiniteLogits(MetraleError, ArithmeticError):
+    """Logits with a NaN or an infinity: the rows named by ``rows`` have no token to choose, the others are sound."""
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        self.rows = rows
+        super().__init__(
+            f"logits: expected finite numbers, got a NaN or an infinity in rows {', '.join(map(str, rows))}"
+        )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -209,6 +209,9 @@ class HostBackend(MemoryCalls):
     def limits(self) -> Limits:
         """Return the least that a supported GPU offers, so that a plan which fits here fits everywhere."""
         return MINIMUM
+
+    def kind(self) -> Literal["host", "cuda"]:
+        return "host"
 
     def name(self) -> str:
         return f"host ({platform.machine()}, NumPy {np.__version__})"

@@ -131,7 +131,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint folder: ``model.safetensors``, or shards with ``model.safetensors.index.json``.
 
     With both, the single file is taken, as transformers does. An index must name exactly the tensors that its shards
-    hold; its ``metadata`` is not read, because ``total_size`` counts tied tensors differently from writer to writer.
+    hold; its ``metadata`` is not read.
 
     Raises
     ------
@@ -140,9 +140,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         file outside the folder or disagrees with its shards. Every reason is listed.
     """
     folder = require_folder(path)
-    if (folder / SINGLE).exists():
+    # lexists: a dangling link, as an interrupted download leaves it, is a file that is missing, not an absent form.
+    if os.path.lexists(folder / SINGLE):
         return Checkpoint(folder, [SafetensorsFile(folder / SINGLE)])
-    if (folder / INDEX).exists():
+    if os.path.lexists(folder / INDEX):
         return Checkpoint(folder, list(_open_shards(folder)))
     if any(folder.glob("pytorch_model*.bin")):
         raise CheckpointError(
@@ -163,7 +164,8 @@ def require_folder(path: str | os.PathLike[str]) -> Path:
     """
     folder = Path(path)
     try:
-        empty = next(os.scandir(folder), None) is None
+        with os.scandir(folder) as entries:
+            empty = next(entries, None) is None
     except FileNotFoundError:
         raise CheckpointError(folder, "there is no such folder") from None
     except NotADirectoryError:
@@ -183,7 +185,7 @@ def _open_shards(folder: Path) -> list[SafetensorsFile]:
         try:
             file = SafetensorsFile(folder / shard)
         except CheckpointError as error:
-            problems += [f"{shown(shard)} {problem}" for problem in error.problems]
+            problems += [f"{shown(shard)}: {problem}" for problem in error.problems]
             continue
         files.append(file)
         problems += [f"{INDEX} places {name!r} in {shown(shard)}, which lacks it" for name in names - set(file.tensors)]

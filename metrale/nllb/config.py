@@ -186,7 +186,7 @@ class NllbConfig:
         folder = require_folder(path)
         config = read_json_object(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
         generation = None
-        if (folder / GENERATION_FILE).exists():
+        if os.path.lexists(folder / GENERATION_FILE):
             generation = read_json_object(folder / GENERATION_FILE, MAX_CONFIG_BYTES)
         return cls.from_dict(config, generation, path=folder)
 

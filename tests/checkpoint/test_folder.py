@@ -117,7 +117,7 @@ def test_a_closed_checkpoint_keeps_what_was_read(tmp_path: Path, arrays: Arrays)
     checkpoint.close()
     checkpoint.close()
     assert bits(rows) == bits(arrays["a"])
-    with pytest.raises(CheckpointError, match="is closed"):
+    with pytest.raises(CheckpointError, match="the checkpoint is closed"):
         checkpoint.read_rows("a", 0, 1)
 
 
@@ -164,6 +164,9 @@ def test_folders_without_readable_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").mkdir()
     refused(tmp_path, "model.safetensors: there is no such file")
     (tmp_path / "model.safetensors").rmdir()
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    refused(tmp_path, "model.safetensors: there is no such file")
+    (tmp_path / "model.safetensors").unlink()
     os.mkfifo(tmp_path / "model.safetensors")  # opening it would block
     refused(tmp_path, "model.safetensors: there is no such file")
 
@@ -245,7 +248,7 @@ def test_index_and_shards_must_agree(tmp_path: Path, arrays: Arrays) -> None:
             f"{INDEX} places 'ghost' in \"{first}\", which lacks it",
             f"\"{first}\" holds 'a', which {INDEX} does not place there",
             f"\"{second}\" holds 'b', which {INDEX} does not place there",
-            '"missing.safetensors" there is no such file',
+            '"missing.safetensors": there is no such file',
         ]
     )
 
@@ -262,4 +265,4 @@ def test_a_truncated_shard_is_named(tmp_path: Path, arrays: Arrays) -> None:
     write_shards(tmp_path, arrays)
     shard = tmp_path / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-3])
-    refused(tmp_path, '"model-00002-of-00002.safetensors" is not a complete safetensors file')
+    refused(tmp_path, '"model-00002-of-00002.safetensors": is not a complete safetensors file')

@@ -17,7 +17,7 @@ from metrale.nllb.config import GenerationDefaults, NllbConfig
 
 DEMO = Path(metrale.nllb.__file__).parents[1] / "demo_model"
 
-# The shape of NLLB-200 1.3B as transformers 4.21 wrote it, without the keys that only concern training.
+# The form that transformers 4 wrote: torch_dtype, num_hidden_layers, and max_length without a generation_config.json.
 REAL: dict[str, Any] = {
     "activation_function": "relu",
     "architectures": ["M2M100ForConditionalGeneration"],
@@ -291,6 +291,11 @@ def test_unreadable_folders(tmp_path: Path) -> None:
     write(tmp_path, [REAL])
     with pytest.raises(CheckpointError, match="expected an object"):
         NllbConfig.from_dir(tmp_path)
+    (tmp_path / "generation_config.json").symlink_to(tmp_path / "gone")
+    write(tmp_path, REAL)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: there is no such file"):
+        NllbConfig.from_dir(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
     write(tmp_path, REAL, [])
     with pytest.raises(CheckpointError, match=r"generation_config\.json: holds a JSON array"):
         NllbConfig.from_dir(tmp_path)

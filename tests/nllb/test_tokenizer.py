@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sentencepiece import SentencePieceProcessor
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from metrale.errors import CheckpointError, InvalidInput, UnknownLanguage
 from metrale.nllb.languages import FLORES_200, LANGUAGE_NAMES, near_languages
@@ -48,18 +49,14 @@ def put(path: Path, value: object) -> None:
     path.write_text(json.dumps(value), encoding="utf-8")
 
 
-# Ids
-
-
 def test_the_record_is_of_this_model_and_not_thin() -> None:
     assert RECORD["meta"]["model_sha256"] == hashlib.sha256((DEMO / MODEL_FILE).read_bytes()).hexdigest()
     assert len(SAME) > 1000
     assert {case["language"] for case in SAME} == set(FLORES_200)
-    assert {name for case in CASES for name in case.get("difference", [])} == {
-        "trailing_space",
-        "marks_lost",
-        "not_composed",
-    }
+    classes = {name for case in CASES for name in case.get("difference", [])}
+    assert classes == {"trailing_space", "marks_lost", "not_composed"}
+    documented = (ROOT / "docs" / "tokenizer.md").read_text(encoding="utf-8")
+    assert all(f"### `{name}`" in documented for name in classes)
 
 
 def test_golden_input_ids(tokenizer: NllbTokenizer) -> None:
@@ -120,17 +117,18 @@ def test_special_tokens_in_a_text_are_text(tokenizer: NllbTokenizer) -> None:
     cases = [case for case in CASES if "default_ids" in case]
     assert {"</s>", "<mask>", "eng_Latn"} <= {case["text"] for case in cases}
     special = {0, 1, 2, *range(FIRST_LANGUAGE, ENTRIES)}
+    found_by_transformers: set[int] = set()
     for case in cases:
-        assert special & set(case["default_ids"][1:-1]) or case["text"].startswith("<unk>") or "<unk>" in case["text"]
+        found_by_transformers |= special & set(case["default_ids"][1:-1])
         assert not special & set(tokenizer.encode(case["text"]))
+    assert len(found_by_transformers) >= 6
 
 
 @pytest.mark.parametrize("text", ["", " ", "\t\n", "\u3000", "\u200b", "\u2581", "\x00", "\x7f"])
-def test_nothing_visible_gives_few_ids_and_never_fails(text: str, tokenizer: NllbTokenizer) -> None:
-    assert set(tokenizer.encode(text)) <= {tokenizer.unk_id, SPACE}
-    if not text.strip("\u2581\u200b \t\n\u3000"):
-        assert tokenizer.encode(text) == []
-        assert tokenizer.encode_source(text, "eng_Latn") == [8074, 2]
+def test_nothing_visible_gives_no_ids(text: str, tokenizer: NllbTokenizer) -> None:
+    # The normaliser drops the rest or makes it space; it keeps NUL, which the vocabulary lacks.
+    expected = [SPACE, tokenizer.unk_id] if text == "\x00" else []
+    assert tokenizer.encode_source(text, "eng_Latn") == [8074, *expected, 2]
 
 
 def test_every_code_point_encodes(tokenizer: NllbTokenizer) -> None:
@@ -167,9 +165,6 @@ def test_is_immutable(tokenizer: NllbTokenizer) -> None:
             setattr(tokenizer, name, 7)
 
 
-# Text that cannot be encoded
-
-
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "ok \udc80"])
 def test_lone_surrogates_are_refused(text: str, tokenizer: NllbTokenizer) -> None:
     with pytest.raises(InvalidInput, match=r"text: .*lone surrogate U\+D"):
@@ -184,15 +179,9 @@ def test_other_types_are_refused(text: Any, tokenizer: NllbTokenizer) -> None:
         tokenizer.encode_source(text, "eng_Latn")
     with pytest.raises(InvalidInput, match=r"texts\[0\]: expected a str"):
         tokenizer.encode_batch([text])
-
-
-@pytest.mark.parametrize("texts", ["one text", 5, None])
-def test_batch_wants_a_sequence_of_texts(texts: Any, tokenizer: NllbTokenizer) -> None:
-    with pytest.raises(InvalidInput, match="texts: expected a sequence of str"):
-        tokenizer.encode_batch(texts)
-
-
-# Decoding
+    for texts in ("one text", 5, None):
+        with pytest.raises(InvalidInput, match="texts: expected a sequence of str"):
+            tokenizer.encode_batch(texts)  # type: ignore[arg-type]
 
 
 def test_golden_texts(tokenizer: NllbTokenizer) -> None:
@@ -214,16 +203,10 @@ def test_decoding_any_ids_equals_transformers(tokenizer: NllbTokenizer) -> None:
 
 
 def test_special_ids_and_padding_rows_have_no_text(tokenizer: NllbTokenizer) -> None:
-    word = tokenizer.encode("open")
     nothing = [0, 1, 2, 3, *range(FIRST_LANGUAGE, ROWS)]
-    assert tokenizer.decode([*nothing, *word, *nothing]) == "open"
+    ids = [*nothing, *tokenizer.encode("open"), *nothing]
+    assert tokenizer.decode(ids) == tokenizer.decode(iter(ids)) == tokenizer.decode(np.array(ids, np.int32)) == "open"
     assert tokenizer.decode(nothing) == tokenizer.decode([]) == ""
-
-
-def test_decode_takes_numpy_integers_and_iterators(tokenizer: NllbTokenizer) -> None:
-    ids = tokenizer.encode("The door is open.")
-    assert tokenizer.decode(np.array(ids, dtype=np.int32)) == "The door is open."
-    assert tokenizer.decode(iter(ids)) == "The door is open."
 
 
 @pytest.mark.parametrize("bad", [-1, ROWS, 2**31, -(2**63), 2**70])
@@ -246,9 +229,6 @@ def test_ids_that_are_no_integers_are_refused(bad: Any, tokenizer: NllbTokenizer
         tokenizer.decode(bad)
 
 
-# Languages and special ids
-
-
 def test_layout(tokenizer: NllbTokenizer) -> None:
     config = json.loads((DEMO / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert list(tokenizer.languages) == config["extra_special_tokens"]
@@ -265,9 +245,7 @@ def test_layout(tokenizer: NllbTokenizer) -> None:
         ("fr", ("fra_Latn",)),
         ("en", ("eng_Latn",)),
         ("French", ("fra_Latn",)),
-        ("fra", ("fra_Latn",)),
         ("fra-latn", ("fra_Latn",)),
-        ("ENG_LATN", ("eng_Latn",)),
         ("eng_Latin", ("eng_Latn",)),
         ("pt-BR", ("por_Latn",)),
         ("zh", ("zho_Hans", "zho_Hant")),
@@ -281,7 +259,7 @@ def test_layout(tokenizer: NllbTokenizer) -> None:
     ],
 )
 def test_unknown_language_has_near_matches(typed: str, near: tuple[str, ...], tokenizer: NllbTokenizer) -> None:
-    with pytest.raises(UnknownLanguage, match="^target: ") as caught:
+    with pytest.raises(UnknownLanguage, match=r"^target: ") as caught:
         tokenizer.language_id(typed, "target")
     assert caught.value.near == near
     assert len(str(caught.value)) < 200
@@ -294,7 +272,7 @@ def test_near_matches_stay_within_the_given_languages() -> None:
 
 @pytest.mark.parametrize("code", [None, 17, ["eng_Latn"]])
 def test_language_of_another_type_is_refused(code: Any, tokenizer: NllbTokenizer) -> None:
-    with pytest.raises(UnknownLanguage, match="^language: "):
+    with pytest.raises(UnknownLanguage, match=r"^language: "):
         tokenizer.encode_source("text", code)
 
 
@@ -302,9 +280,6 @@ def test_language_of_another_type_is_refused(code: Any, tokenizer: NllbTokenizer
 def test_language_code_of_another_id_is_refused(bad: Any, tokenizer: NllbTokenizer) -> None:
     with pytest.raises(InvalidInput, match="language_id: expected the id of a language, from 8028 to 8229"):
         tokenizer.language_code(bad)
-
-
-# Checkpoint folders
 
 
 def test_the_model_file_alone_is_enough(folder: Path, tokenizer: NllbTokenizer) -> None:
@@ -343,7 +318,7 @@ def first_cut_that_parses(data: bytes) -> bytes:
         (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "not a whole SentencePiece model"),
         (lambda data: bytes(1000), "not a whole SentencePiece model"),
         (lambda data: data.replace(b"\n\x03<s>", b"\n\x03<S>", 1), "expected the first pieces <unk>, <s>, </s>, got"),
-        (lambda data: data.replace(b"\n\x03<s>", b"\n\x03\xff\xfe\xfd", 1), "sentencepiece"),
+        (lambda data: data.replace(b"\n\x03<s>", b"\n\x03\xff\xfe\xfd", 1), "can.t decode byte"),
     ],
 )
 def test_damaged_model_file(damage: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
@@ -355,16 +330,21 @@ def test_damaged_model_file(damage: Callable[[bytes], bytes], message: str, tmp_
         NllbTokenizer.from_dir(tmp_path)
 
 
+def test_byte_pieces_are_refused(tmp_path: Path) -> None:
+    texts, model = iter(["open the door", "close the window"]), io.BytesIO()
+    options: dict[str, Any] = {"model_type": "bpe", "vocab_size": 280, "hard_vocab_limit": False, "minloglevel": 2}
+    SentencePieceTrainer.train(sentence_iterator=texts, model_writer=model, byte_fallback=True, **options)
+    (tmp_path / MODEL_FILE).write_bytes(model.getvalue())
+    with pytest.raises(CheckpointError, match="has byte pieces"):
+        NllbTokenizer.from_dir(tmp_path)
+
+
 def test_too_few_embedding_rows(folder: Path) -> None:
     assert NllbTokenizer.from_dir(folder, vocab_size=ENTRIES).vocab_size == ENTRIES
     with pytest.raises(CheckpointError, match="has 8231 entries, the model's embedding only 8230 rows"):
         NllbTokenizer.from_dir(folder, vocab_size=ENTRIES - 1)
-
-
-@pytest.mark.parametrize("vocab_size", [True, "8240", 8240.0])
-def test_vocab_size_of_another_type_is_refused(vocab_size: Any) -> None:
     with pytest.raises(InvalidInput, match="vocab_size"):
-        NllbTokenizer.from_dir(DEMO, vocab_size=vocab_size)
+        NllbTokenizer.from_dir(folder, vocab_size=True)
 
 
 SWAPPED = [FLORES_200[1], FLORES_200[0], *FLORES_200[2:]]

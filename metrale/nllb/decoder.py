@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The decoder: one row for each token fed, any number of sequences in one pass, logits rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpu_runtime.backend import NULL, GpuBackend
+from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.streams import StreamLike
+from metrale import ops
+from metrale.nllb.device_weights import DeviceWeights
+from metrale.nllb.kv import Span
+from metrale.nllb.layers import Rows
+from metrale.nllb.limits import ModelShape
+from metrale.nllb.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens that one sequence feeds in a pass: ``ids[i]`` goes to target position ``first + i`` of ``span``."""
+
+    ids: tuple[int, ...]
+    first: int
+    span: Span
+
+
+class Decoder:
+    """Enqueues decoder passes. It owns no memory; passes that may overlap must not share a workspace."""
+
+    def __init__(self, gpu: GpuBackend, shape: ModelShape, weights: DeviceWeights, workspace: Workspace) -> None:
+        self._gpu = gpu
+        self._shape = shape
+        self._weights = weights
+        self._workspace = workspace
+        self._hidden = workspace["decoder.hidden"]
+
+    def run(self, feeds: Sequence[Feed], logits: DevicePtr, stream: StreamLike) -> None:
+        """Enqueue one pass: each weight is read once, whatever the number of sequences.
+
+        Every feed has the same number of ids. Keys and values are written before any row attends, and row ``i`` of a
+        feed sees target positions up to its own, so several ids a sequence are causal.
+
+        Parameters
+        ----------
+        feeds : sequence of Feed
+        logits : DevicePtr
+            Where the logits of feed ``i``'s last id go: row ``i`` from here.
+        stream : StreamLike
+        """
+        depth = len(feeds[0].ids)
+        positions = np.array([feed.first + step for feed in feeds for step in range(depth)])
+        table = self._workspace.decoder_table.upload(
+            self._gpu,
+            stream,
+            ids=np.array([token for feed in feeds for token in feed.ids]),
+            positions=positions,
+            self_lengths=positions + 1,
+            cross_lengths=np.repeat([feed.span.source_len for feed in feeds], depth),
+            self_spans=np.repeat(np.array([int(feed.span.target_ptr) for feed in feeds], dtype=np.uint64), depth),
+            cross_spans=np.repeat(np.array([int(feed.span.ptr) for feed in feeds], dtype=np.uint64), depth),
+        )
+        weights = self._weights
+        rows = Rows.of(self._gpu, self._shape, self._workspace, "decoder", len(feeds) * depth, stream)
+        rows.embed(table["ids"], table["positions"], weights.embedding, weights.position_table)
+        for index in range(len(weights.decoder)):
+            self._layer(rows, index, table)
+        rows.norm(weights.decoder_norm, self._hidden)
+        self._head(len(feeds), depth, logits, stream)
+
+    def _layer(self, rows: Rows, index: int, table: dict[str, DevicePtr]) -> None:
+        config, layer = self._shape.config, self._weights.decoder[index]
+        d = config.d_model
+        keys = index * 2 * d  # where this layer's keys are in a KV position; its values follow them
+        rows.norm(layer.norm)
+        rows.dense(rows.h, layer.qkv, rows.wide, 3 * d)
+        ops.kv_scatter(
+            self._gpu,
+            rows.wide.offset(d * self._shape.itemsize),
+            table["self_spans"],
+            table["positions"],
+            rows=rows.count,
+            width=2 * d,
+            src_stride=3 * d,
+            offset=keys,
+            kv_stride=self._shape.kv_width,
+            dtype=self._shape.dtype,
+            stream=rows.stream,
+        )
+        self._attend(rows, table["self_spans"], table["self_lengths"], 3 * d, keys)
+        rows.add_attention(layer.out)
+        rows.norm(layer.cross_norm)
+        rows.dense(rows.h, layer.cross_q, rows.wide, d)
+        self._attend(rows, table["cross_spans"], table["cross_lengths"], d, keys)
+        rows.add_attention(layer.cross_out)
+        rows.add_feed_forward(layer.ffn_norm, layer.fc1, layer.fc2, config.decoder_ffn_dim)
+
+    def _attend(self, rows: Rows, spans: DevicePtr, lengths: DevicePtr, q_stride: int, keys: int) -> None:
+        config = self._shape.config
+        ops.decode_attention(
+            self._gpu,
+            rows.wide,
+            spans,
+            lengths,
+            rows.h,
+            rows=rows.count,
+            heads=config.decoder_attention_heads,
+            head_dim=config.decoder_head_dim,
+            q_stride=q_stride,
+            k_offset=keys,
+            v_offset=keys + config.d_model,
+            kv_stride=self._shape.kv_width,
+            scale=config.decoder_head_dim**-0.5,
+            dtype=self._shape.dtype,
+            stream=rows.stream,
+        )
+
+    def _head(self, count: int, depth: int, logits: DevicePtr, stream: StreamLike) -> None:
+        """Multiply the last row of each feed with the embedding, which is the output head as well."""
+        shape = self._shape
+        d = shape.config.d_model
+        ops.linear(
+            self._gpu,
+            self._hidden.offset((depth - 1) * d * shape.itemsize),
+            self._weights.embedding,
+            NULL,
+            logits,
+            rows=count,
+            n=shape.vocab,
+            k=d,
+            x_stride=depth * d,
+            out_stride=shape.logits_stride,
+            dtype=shape.dtype,
+            stream=stream,
+        )

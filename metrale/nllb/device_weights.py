@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The weights on the device, laid out as the forward uses them.
+
+Matrices that multiply the same input are stored as one, row block after row block: q, k and v of self-attention, and
+the cross-attention keys and values of all decoder layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from gpu_runtime import dtypes
+from gpu_runtime.arena import Arena, Layout
+from gpu_runtime.backend import GpuBackend
+from gpu_runtime.pointer import DevicePtr
+from metrale.checkpoint import Checkpoint, convert
+from metrale.nllb.config import NllbConfig
+from metrale.nllb.limits import ModelShape
+from metrale.nllb.positions import sinusoidal
+from metrale.nllb.weights import (
+    DECODER_NORM,
+    EMBEDDING,
+    ENCODER_NORM,
+    Affine,
+    DecoderLayerNames,
+    EncoderLayerNames,
+    WeightMap,
+    canonical_shapes,
+    cross_kv,
+    decoder_layer,
+    encoder_layer,
+)
+
+_EMBEDDING: Final = "embedding"
+_POSITIONS: Final = "position_table"
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Addresses of a matrix ``[n, k]`` and its bias ``[n]``, or of a LayerNorm's two vectors."""
+
+    weight: DevicePtr
+    bias: DevicePtr
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayer:
+    """One encoder layer; ``qkv`` is ``[3 * d, d]``."""
+
+    norm: Dense
+    qkv: Dense
+    out: Dense
+    ffn_norm: Dense
+    fc1: Dense
+    fc2: Dense
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One decoder layer; its cross-attention keys and values are in `DeviceWeights.cross_kv`."""
+
+    norm: Dense
+    qkv: Dense
+    out: Dense
+    cross_norm: Dense
+    cross_q: Dense
+    cross_out: Dense
+    ffn_norm: Dense
+    fc1: Dense
+    fc2: Dense
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeights:
+    """Addresses of everything that the forward multiplies with. ``arena`` owns the memory.
+
+    Attributes
+    ----------
+    embedding : DevicePtr
+        ``[vocab, d]``; also the output head.
+    position_table : DevicePtr
+        float32 ``[position_count, d]``; row 0 is the first token's position.
+    cross_kv : Dense
+        ``[decoder_layers * 2 * d, d]``: keys, then values, layer by layer.
+    """
+
+    arena: Arena
+    embedding: DevicePtr
+    position_table: DevicePtr
+    encoder: tuple[EncoderLayer, ...]
+    encoder_norm: Dense
+    decoder: tuple[DecoderLayer, ...]
+    decoder_norm: Dense
+    cross_kv: Dense
+
+
+def _encoder_blocks(names: EncoderLayerNames) -> dict[str, tuple[Affine, ...]]:
+    return {
+        "norm": (names.self_attn_norm,),
+        "qkv": names.self_attn.qkv,
+        "out": (names.self_attn.out,),
+        "ffn_norm": (names.ffn_norm,),
+        "fc1": (names.fc1,),
+        "fc2": (names.fc2,),
+    }
+
+
+def _decoder_blocks(names: DecoderLayerNames) -> dict[str, tuple[Affine, ...]]:
+    return {
+        "norm": (names.self_attn_norm,),
+        "qkv": names.self_attn.qkv,
+        "out": (names.self_attn.out,),
+        "cross_norm": (names.cross_attn_norm,),
+        "cross_q": (names.cross_attn.q,),
+        "cross_out": (names.cross_attn.out,),
+        "ffn_norm": (names.ffn_norm,),
+        "fc1": (names.fc1,),
+        "fc2": (names.fc2,),
+    }
+
+
+def regions(config: NllbConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each region of the weights with the canonical tensors that are its row blocks, in order."""
+    yield _EMBEDDING, (EMBEDDING,)
+    blocks: dict[str, tuple[Affine, ...]] = {
+        "encoder.norm": (ENCODER_NORM,),
+        "decoder.norm": (DECODER_NORM,),
+        "decoder.cross_kv": tuple(cross_kv(config)),
+    }
+    for index in range(config.encoder_layers):
+        for part, affines in _encoder_blocks(encoder_layer(index)).items():
+            blocks[f"encoder.{index}.{part}"] = affines
+    for index in range(config.decoder_layers):
+        for part, affines in _decoder_blocks(decoder_layer(index)).items():
+            blocks[f"decoder.{index}.{part}"] = affines
+    for region, affines in blocks.items():
+        yield f"{region}.weight", tuple(affine.weight for affine in affines)
+        yield f"{region}.bias", tuple(affine.bias for affine in affines)
+
+
+def weight_layout(shape: ModelShape) -> Layout:
+    """Return the places of all regions."""
+    sizes = {
+        name: math.prod(extents) * shape.itemsize
+        for name, extents in canonical_shapes(shape.config, shape.vocab).items()
+    }
+    layout = Layout()
+    for region, names in regions(shape.config):
+        layout.add(region, sum(sizes[name] for name in names))
+    layout.add(_POSITIONS, shape.position_count * shape.config.d_model * dtypes.itemsize("f32"))
+    return layout
+
+
+def load_weights(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, found: WeightMap) -> DeviceWeights:
+    """Allocate and fill the weights, reading the checkpoint by row chunks.
+
+    Host memory holds two chunks of at most 64 MiB at a time, in the stored and in the target type.
+
+    Raises
+    ------
+    OutOfMemory
+        When the weights do not fit; nothing stays allocated.
+    CheckpointError
+        When a value does not fit the target type; nothing stays allocated.
+    """
+    arena = Arena(gpu, weight_layout(shape), tag="weights")
+    try:
+        for region, names in regions(shape.config):
+            at = arena[region]
+            for name in names:
+                at = _upload(gpu, shape, checkpoint, found.sources[name], at)
+        config = shape.config
+        table = sinusoidal(config.pad_token_id + 1, shape.position_count, config.d_model)
+        gpu.copy_h2d(table, arena[_POSITIONS])
+    except BaseException:
+        arena.free()
+        raise
+    return _addresses(arena, shape.config)
+
+
+def _upload(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, name: str, at: DevicePtr) -> DevicePtr:
+    """Copy one tensor to ``at`` and return the address after it."""
+    for _, rows in checkpoint.iter_chunks(name):
+        data = convert(rows, shape.dtype, name=name, path=str(checkpoint.path))
+        gpu.copy_h2d(data, at)
+        at = at.offset(data.nbytes)
+    return at
+
+
+def _addresses(arena: Arena, config: NllbConfig) -> DeviceWeights:
+    def dense(region: str) -> Dense:
+        return Dense(arena[f"{region}.weight"], arena[f"{region}.bias"])
+
+    encoder_parts, decoder_parts = _encoder_blocks(encoder_layer(0)), _decoder_blocks(decoder_layer(0))
+    return DeviceWeights(
+        arena=arena,
+        embedding=arena[_EMBEDDING],
+        position_table=arena[_POSITIONS],
+        encoder=tuple(
+            EncoderLayer(**{part: dense(f"encoder.{index}.{part}") for part in encoder_parts})
+            for index in range(config.encoder_layers)
+        ),
+        encoder_norm=dense("encoder.norm"),
+        decoder=tuple(
+            DecoderLayer(**{part: dense(f"decoder.{index}.{part}") for part in decoder_parts})
+            for index in range(config.decoder_layers)
+        ),
+        decoder_norm=dense("decoder.norm"),
+        cross_kv=dense("decoder.cross_kv"),
+    )

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The encoder: packed sources in, keys and values for the decoder's cross-attention out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gpu_runtime.backend import GpuBackend
+from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.streams import StreamLike
+from metrale import ops
+from metrale.nllb.device_weights import DeviceWeights
+from metrale.nllb.kv import Span
+from metrale.nllb.layers import Rows
+from metrale.nllb.limits import ModelShape
+from metrale.nllb.workspace import CROSS_KV_ROWS, Workspace
+
+
+class Encoder:
+    """Enqueues packed encoder passes. It owns no memory; passes that may overlap must not share a workspace."""
+
+    def __init__(self, gpu: GpuBackend, shape: ModelShape, weights: DeviceWeights, workspace: Workspace) -> None:
+        self._gpu = gpu
+        self._shape = shape
+        self._weights = weights
+        self._workspace = workspace
+
+    def run(self, sources: Sequence[Sequence[int]], spans: Sequence[Span], stream: StreamLike) -> None:
+        """Enqueue one pass over all ``sources``, and the writing of each one's KV to the start of its span.
+
+        Parameters
+        ----------
+        sources : sequence of sequences of int
+            Complete source ids, language and EOS included; together at most ``limits.encoder_tokens``.
+        spans : sequence of Span
+        stream : StreamLike
+        """
+        lengths = np.array([len(source) for source in sources])
+        table = self._workspace.encoder_table.upload(
+            self._gpu,
+            stream,
+            ids=np.concatenate(sources),
+            positions=np.concatenate([np.arange(length) for length in lengths]),
+            spans=np.repeat(np.array([int(span.ptr) for span in spans], dtype=np.uint64), lengths),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        )
+        weights, config = self._weights, self._shape.config
+        rows = Rows.of(self._gpu, self._shape, self._workspace, "encoder", int(lengths.sum()), stream)
+        rows.embed(table["ids"], table["positions"], weights.embedding, weights.position_table)
+        for layer in weights.encoder:
+            rows.norm(layer.norm)
+            rows.dense(rows.h, layer.qkv, rows.wide, 3 * config.d_model)
+            self._attend(rows, table["offsets"], len(sources), int(lengths.max()))
+            rows.add_attention(layer.out)
+            rows.add_feed_forward(layer.ffn_norm, layer.fc1, layer.fc2, config.encoder_ffn_dim)
+        rows.norm(weights.encoder_norm)
+        self._write_cross_kv(rows, table["spans"], table["positions"])
+
+    def _attend(self, rows: Rows, offsets: DevicePtr, sequences: int, longest: int) -> None:
+        config = self._shape.config
+        step = config.d_model * self._shape.itemsize
+        ops.packed_attention(
+            self._gpu,
+            rows.wide,
+            rows.wide.offset(step),
+            rows.wide.offset(2 * step),
+            offsets,
+            rows.h,
+            tokens=rows.count,
+            sequences=sequences,
+            longest=longest,
+            heads=config.encoder_attention_heads,
+            head_dim=config.encoder_head_dim,
+            stride=3 * config.d_model,
+            scale=config.encoder_head_dim**-0.5,
+            dtype=self._shape.dtype,
+            stream=rows.stream,
+        )
+
+    def _write_cross_kv(self, rows: Rows, spans: DevicePtr, positions: DevicePtr) -> None:
+        """Compute keys and values of all decoder layers in one product, some rows at a time to bound the workspace."""
+        shape = self._shape
+        d, width = shape.config.d_model, shape.kv_width
+        for first in range(0, rows.count, CROSS_KV_ROWS):
+            count = min(CROSS_KV_ROWS, rows.count - first)
+            ops.linear(
+                self._gpu,
+                rows.h.offset(first * d * shape.itemsize),
+                self._weights.cross_kv.weight,
+                self._weights.cross_kv.bias,
+                rows.wide,
+                rows=count,
+                n=width,
+                k=d,
+                dtype=shape.dtype,
+                stream=rows.stream,
+            )
+            ops.kv_scatter(
+                self._gpu,
+                rows.wide,
+                spans.offset(first * 8),
+                positions.offset(first * 4),
+                rows=count,
+                width=width,
+                src_stride=width,
+                offset=0,
+                kv_stride=width,
+                dtype=shape.dtype,
+                stream=rows.stream,
+            )

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What a model is asked to hold at once, and the sizes that follow from it and the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from gpu_runtime import dtypes
+from gpu_runtime.arena import LogitsArena
+from metrale.errors import InvalidInput
+from metrale.nllb.config import NllbConfig
+
+_MOST_ENCODER_TOKENS: Final = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLimits:
+    """What a model can hold at once.
+
+    Attributes
+    ----------
+    max_batch : int
+        Sequences that may be live: slots, and lanes of a decode step.
+    max_source_len : int
+        Source tokens of a sequence, its language and EOS included.
+    max_new_tokens : int
+        Target tokens of a sequence, its language and EOS included.
+    max_encoder_tokens : int or None
+        Source tokens of one packed encoder pass; a larger batch takes several passes. None: all that ``max_batch``
+        sequences can have, but at most 16,384 (or ``max_source_len``, if that is more).
+    kv_bytes : int or None
+        Bytes of the KV pool. None: what ``max_batch`` sequences at the limits need.
+
+    Raises
+    ------
+    InvalidInput
+        When one of them is not an int, or is too small.
+    """
+
+    max_batch: int = 32
+    max_source_len: int = 512
+    max_new_tokens: int = 256
+    max_encoder_tokens: int | None = None
+    kv_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("max_batch", self.max_batch, 1)
+        _check_int("max_source_len", self.max_source_len, 2)  # language and EOS
+        _check_int("max_new_tokens", self.max_new_tokens, 2)  # language and EOS
+        if self.max_encoder_tokens is not None:
+            _check_int("max_encoder_tokens", self.max_encoder_tokens, self.max_source_len)
+        if self.kv_bytes is not None:
+            _check_int("kv_bytes", self.kv_bytes, 1)
+
+    @property
+    def target_positions(self) -> int:
+        """Decoder positions of a sequence: the start token, and every token that can follow it."""
+        return self.max_new_tokens + 1
+
+    @property
+    def positions(self) -> int:
+        """KV positions of a sequence at the limits: its source and its target."""
+        return self.max_source_len + self.target_positions
+
+    @property
+    def encoder_tokens(self) -> int:
+        """Source tokens of one packed encoder pass."""
+        if self.max_encoder_tokens is not None:
+            return self.max_encoder_tokens
+        return min(self.max_batch * self.max_source_len, max(_MOST_ENCODER_TOKENS, self.max_source_len))
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInput(name, f"an int of at least {least}", value)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A configuration, the truth about its vocabulary, and the type it runs in: what every size follows from.
+
+    Attributes
+    ----------
+    config : NllbConfig
+    vocab : int
+        Rows of the embedding.
+    dtype : {"f32", "f16", "bf16"}
+        Element type of weights, activations, KV and logits.
+    limits : ServingLimits
+    """
+
+    config: NllbConfig
+    vocab: int
+    dtype: str
+    limits: ServingLimits
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtypes.itemsize(self.dtype)
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of one KV position: keys, then values, of one decoder layer after another."""
+        return self.config.decoder_layers * 2 * self.config.d_model
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one KV position."""
+        return self.kv_width * self.itemsize
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV pool."""
+        limits = self.limits
+        return limits.kv_bytes or limits.max_batch * limits.positions * self.position_bytes
+
+    @property
+    def logits_rows(self) -> int:
+        """Rows of the logits arena: one for each decode lane, then one for each slot's prefill."""
+        return 2 * self.limits.max_batch
+
+    @property
+    def logits_stride(self) -> int:
+        """Elements from one logits row to the next."""
+        return LogitsArena.padded(self.vocab)
+
+    @property
+    def decoder_rows(self) -> int:
+        """Rows of the largest decoder pass: the two prefix tokens of every sequence."""
+        return 2 * self.limits.max_batch
+
+    @property
+    def position_count(self) -> int:
+        """Rows of the table of positions."""
+        return max(self.limits.max_source_len, self.limits.target_positions)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The logits arena of a model: who wrote a row, and how it is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_runtime import dtypes
+from gpu_runtime.arena import LogitsArena
+from gpu_runtime.backend import GpuBackend
+from gpu_runtime.errors import InvalidPointer
+from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.streams import StreamLike
+from metrale import ops
+from metrale.errors import InvalidInput
+from metrale.nllb.limits import ModelShape
+
+
+class LogitsRows:
+    """Rows of logits on the device, and for each row the event that says when it is written.
+
+    Parameters
+    ----------
+    gpu : GpuBackend
+    shape : ModelShape
+    scratch : DevicePtr
+        Device memory for an id and a flag of each row.
+    """
+
+    def __init__(self, gpu: GpuBackend, shape: ModelShape, scratch: DevicePtr) -> None:
+        self._gpu = gpu
+        self._scratch = scratch
+        rows, stride = shape.logits_rows, shape.logits_stride
+        self.arena = LogitsArena(
+            gpu.alloc(rows * stride * shape.itemsize, tag="logits"), rows, shape.vocab, shape.dtype
+        )
+        empty = np.full((rows, stride), -np.inf, dtype=dtypes.NUMPY[shape.dtype])
+        gpu.copy_h2d(empty, self.arena.base)  # the padding columns keep this; products write the others
+        self._events = [gpu.create_event() for _ in range(rows)]
+        self._event_of_row = list(self._events)
+
+    def written(self, first: int, count: int, stream: StreamLike) -> int:
+        """Record that the work on ``stream`` so far writes ``count`` rows from ``first``; return the event."""
+        event = self._events[first]
+        self._gpu.record_event(event, stream)
+        self._event_of_row[first : first + count] = [event] * count
+        return event
+
+    def index(self, ptr: int, count: int = 1) -> int:
+        """Return the row at an address. `InvalidInput` when there are not ``count`` rows there."""
+        try:
+            return self.arena.index(ptr, count)
+        except InvalidPointer as error:
+            raise InvalidInput("ptr", "the address of logits rows of this model", str(error)) from None
+
+    def event(self, ptr: int) -> int:
+        """Return the event after which the row at ``ptr`` is written."""
+        return self._event_of_row[self.index(ptr)]
+
+    def read(self, ptr: int, out: NDArray[np.float32] | None) -> NDArray[np.float32]:
+        """Wait for the row at ``ptr`` and return it as float32 ``[vocab]``."""
+        event = self.event(ptr)
+        vocab = self.arena.vocab
+        if out is None:
+            out = np.empty(vocab, dtype=np.float32)
+        elif not isinstance(out, np.ndarray) or out.shape != (vocab,) or out.dtype != np.float32:
+            got = f"{type(out).__name__} {getattr(out, 'dtype', '')} {getattr(out, 'shape', '')}"
+            raise InvalidInput("out", f"a float32 array of shape ({vocab},)", got)
+        row: NDArray[Any] = np.empty(vocab, dtype=dtypes.NUMPY[self.arena.dtype])
+        self._gpu.stream_wait_event(0, event)
+        self._gpu.copy_d2h_on_stream(ptr, row)
+        out[...] = row
+        return out
+
+    def argmax(self, ptr: int, count: int, stream: StreamLike) -> tuple[list[int], list[int]]:
+        """Return the largest logit's id of ``count`` rows from ``ptr``, and the rows that are not finite."""
+        first = self.index(ptr, count)
+        for event in dict.fromkeys(self._event_of_row[first : first + count]):
+            self._gpu.stream_wait_event(stream, event)
+        flags = self._scratch.offset(count * dtypes.itemsize("i32"))
+        ops.argmax(
+            self._gpu,
+            ptr,
+            self._scratch,
+            flags,
+            rows=count,
+            vocab=self.arena.vocab,
+            stride=self.arena.row_elements,
+            dtype=self.arena.dtype,
+            stream=stream,
+        )
+        result = np.empty((2, count), dtype=np.int32)
+        self._gpu.copy_d2h_on_stream(self._scratch, result, stream)
+        return result[0].tolist(), np.flatnonzero(result[1]).tolist()
+
+    def free(self) -> None:
+        """Free the rows and their events."""
+        for event in self._events:
+            self._gpu.destroy_event(event)
+        self._gpu.free(self.arena.base)

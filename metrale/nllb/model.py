@@ -1,0 +1,451 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""NllbModel: NLLB-200 and M2M-100 behind the Model interface."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_runtime import dtypes
+from gpu_runtime.backend import GpuBackend
+from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.streams import StreamLike
+from metrale.checkpoint import Checkpoint
+from metrale.errors import InvalidInput, NonFiniteLogits, SequenceError
+from metrale.model import LogitsDtype, PrefillSlice, SequenceState, refusal
+from metrale.nllb.checks import token_id, token_ids
+from metrale.nllb.decoder import Decoder, Feed
+from metrale.nllb.device_weights import load_weights
+from metrale.nllb.encoder import Encoder
+from metrale.nllb.kv import KvPool, Span
+from metrale.nllb.limits import ModelShape
+from metrale.nllb.logits import LogitsRows
+from metrale.nllb.plan import MemoryPlan, plan_memory
+from metrale.nllb.sequences import SequenceTable
+from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.nllb.unsupported import TranslationOnly
+from metrale.nllb.weights import WeightMap
+from metrale.nllb.workspace import Workspace
+
+PREFIX_LEN: Final = 2
+"""Tokens that prefill feeds to the decoder: the decoder start and the target language."""
+
+
+@dataclass(frozen=True, slots=True)
+class Languages:
+    """The language ids that a sequence's 0 stands for; None when there is no default."""
+
+    source: int | None = None
+    target: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """One checked prefill: what the encoder and the decoder are fed."""
+
+    seq: SequenceState
+    span: Span
+    source: tuple[int, ...]
+    target: int
+
+
+class NllbModel(TranslationOnly):
+    """A translation model on one device.
+
+    Calls from several threads are served one at a time. Forward calls enqueue and return the address of a logits row;
+    the calls that read rows wait for them. A call that is refused leaves every sequence as it was; so does one that
+    the device fails, except that a sequence which was being prefilled *again* is left empty.
+
+    Parameters
+    ----------
+    gpu : GpuBackend
+        Stays the caller's, unless ``owns_gpu``.
+    shape : ModelShape
+    checkpoint : Checkpoint
+        Read during construction only.
+    weights : WeightMap
+        Where the checkpoint keeps each tensor.
+    languages : Languages
+    tokenizer : NllbTokenizer or None
+        For those who want text; the model itself uses ids.
+    owns_gpu : bool
+        Whether `close` closes the backend.
+
+    Raises
+    ------
+    OutOfMemory
+        When weights, KV, logits and workspace do not fit; nothing stays allocated.
+    """
+
+    def __init__(
+        self,
+        gpu: GpuBackend,
+        shape: ModelShape,
+        checkpoint: Checkpoint,
+        weights: WeightMap,
+        *,
+        languages: Languages | None = None,
+        tokenizer: NllbTokenizer | None = None,
+        owns_gpu: bool = False,
+    ) -> None:
+        self.shape: Final = shape
+        self.config: Final = shape.config
+        self.gpu: Final = gpu
+        self.tokenizer: Final = tokenizer
+        self.languages: Final = languages or Languages()
+        self._lock = threading.RLock()
+        with ExitStack() as undo:
+            if owns_gpu:
+                undo.callback(gpu.close)
+            params = load_weights(gpu, shape, checkpoint, weights)
+            undo.callback(params.arena.free)
+            pool = KvPool(gpu, shape.kv_bytes, shape.position_bytes)
+            undo.callback(pool.free)
+            space = Workspace(gpu, shape)
+            undo.callback(space.arena.free)
+            self._logits = LogitsRows(gpu, shape, space["argmax"])
+            undo.callback(self._logits.free)
+            self._teardown: ExitStack | None = undo.pop_all()  # runs newest first
+        self._encoder = Encoder(gpu, shape, params, space)
+        self._decoder = Decoder(gpu, shape, params, space)
+        self._hidden = space["decoder.hidden"]
+        self._table = SequenceTable(pool, shape.limits.max_batch)
+        self._last_call: int | None = None  # event of the latest forward, whose workspace the next one reuses
+        self._last_single = self._logits.arena.base
+
+    def __enter__(self) -> NllbModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # lifecycle
+
+    def close(self) -> None:
+        """Wait for the device and free everything the model holds, newest first. Calling it again does nothing."""
+        with self._lock:
+            teardown, self._teardown = self._teardown, None
+            if teardown is not None:
+                if self._last_call is not None:
+                    self.gpu.event_synchronize(self._last_call)
+                teardown.close()
+
+    def teardown(self) -> None:
+        self.close()
+
+    def memory_plan(self) -> MemoryPlan:
+        """Return the device memory that the model holds."""
+        return plan_memory(self.shape)
+
+    def _check_open(self) -> None:
+        if self._teardown is None:
+            raise SequenceError("the model is closed")
+
+    def bind_gpu_to_thread(self) -> None:
+        self.gpu.bind_to_thread()
+
+    def alloc_sequence(self) -> SequenceState:
+        return self.alloc_sequence_for(self.shape.limits.positions)
+
+    def alloc_sequence_for(self, budget_tokens: int) -> SequenceState:
+        """Claim a slot, and KV for ``budget_tokens`` tokens in all.
+
+        A sequence's tokens are its source (with language and EOS) and what its decoder consumes (with the start token
+        and the language); more than the model's limits allow is cut to them.
+        """
+        least = 2 + PREFIX_LEN
+        if isinstance(budget_tokens, bool) or not isinstance(budget_tokens, int) or budget_tokens < least:
+            raise InvalidInput("budget_tokens", f"an int of at least {least}", budget_tokens)
+        with self._lock:
+            self._check_open()
+            return self._table.alloc(min(budget_tokens, self.shape.limits.positions))
+
+    def cache_sequence(self, seq: SequenceState) -> None:
+        """Do nothing: a translation's prefix is never met again."""
+
+    def free_sequence(self, seq: SequenceState) -> None:
+        with self._lock:
+            if self._teardown is not None:
+                self._table.free(seq)
+
+    def compact_sequence(self, seq: SequenceState, new_slot: int) -> None:
+        """Move ``seq`` to ``new_slot``. Its KV stays in place, found by the new slot from here on.
+
+        Raises
+        ------
+        SequenceError
+            When ``seq`` is not live, or another live sequence holds ``new_slot``: free or detach that first.
+        InvalidInput
+            When there is no such slot.
+        """
+        with self._lock:
+            self._check_open()
+            self._table.move(seq, new_slot)
+
+    def detach_slot_for_reuse(self, seq: SequenceState) -> None:
+        """Release what ``seq`` still holds and set its slot to DETACHED, so that freeing it later does nothing."""
+        with self._lock:
+            self.free_sequence(seq)
+            seq.slot_idx = SequenceState.DETACHED
+
+    def num_free_blocks(self) -> int:
+        """Return 2**20: the KV is not paged, so there are no blocks to run out of."""
+        return 1 << 20
+
+    # forward
+
+    def prefill(self, tokens: Sequence[int], seq: SequenceState, stream: StreamLike = 0) -> DevicePtr:
+        with self._lock:
+            self._check_open()
+            prompt = self._check_prompt(PrefillSlice.whole(tokens, seq), "tokens")
+            return self._prefill([prompt], self.shape.limits.max_batch + seq.slot_idx, stream)[0]
+
+    def prefill_chunk(
+        self,
+        tokens: Sequence[int],
+        seq: SequenceState,
+        chunk_start: int,
+        chunk_len: int,
+        is_last_chunk: bool,
+        stream: StreamLike = 0,
+    ) -> DevicePtr:
+        """Prefill the whole source: the encoder reads in both directions, so a part of it has no meaning.
+
+        Raises
+        ------
+        InvalidInput
+            Also when the chunk is not all of ``tokens``.
+        """
+        with self._lock:
+            self._check_open()
+            slice_ = PrefillSlice(tokens, seq, chunk_start, chunk_len, is_last_chunk)
+            prompt = self._check_prompt(slice_, "tokens")
+            return self._prefill([prompt], self.shape.limits.max_batch + seq.slot_idx, stream)[0]
+
+    def prefill_batch_chunk(self, streams: Sequence[PrefillSlice], stream: StreamLike = 0) -> list[DevicePtr]:
+        return self.prefill_batch_chunk_rows(streams, stream, 0)
+
+    def prefill_batch_chunk_rows(
+        self, streams: Sequence[PrefillSlice], stream: StreamLike = 0, row_base: int = 0
+    ) -> list[DevicePtr]:
+        """Prefill several sources in one packed encoder pass; source ``i``'s logits go to row ``row_base + i``.
+
+        Raises
+        ------
+        InvalidInput
+            As `prefill`, for any of them; when a sequence is named twice; or when the arena has no such rows. Nothing
+            is enqueued then.
+        """
+        with self._lock:
+            self._check_open()
+            if not streams:
+                return []
+            rows = self._logits.arena.rows
+            if isinstance(row_base, bool) or not isinstance(row_base, int) or not 0 <= row_base <= rows - len(streams):
+                raise InvalidInput(
+                    "row_base", f"rows {row_base} to {row_base} + {len(streams)} within {rows}", row_base
+                )
+            prompts = [self._check_prompt(one, f"streams[{index}]") for index, one in enumerate(streams)]
+            self._check_distinct([one.seq for one in streams], "streams")
+            return self._prefill(prompts, row_base, stream)
+
+    def decode(self, token: int, seq: SequenceState, stream: StreamLike = 0) -> DevicePtr:
+        return self.decode_batch([token], [seq], stream)
+
+    def decode_batch(self, tokens: Sequence[int], seqs: Sequence[SequenceState], stream: StreamLike = 0) -> DevicePtr:
+        """Run one step for every sequence in one batch; sequence ``i``'s logits go to row ``i``.
+
+        Raises
+        ------
+        InvalidInput
+            When there are no sequences, more than ``max_batch``, one twice, or not as many tokens; or when a token is
+            not in the vocabulary.
+        SequenceError
+            When a sequence is not live, has not been prefilled, or has reached its limit. Nothing is enqueued.
+        """
+        with self._lock:
+            self._check_open()
+            ids = token_ids("tokens", tokens, self.shape.vocab)
+            if not seqs or len(ids) != len(seqs) or len(seqs) > self.shape.limits.max_batch:
+                most = self.shape.limits.max_batch
+                got = f"{len(ids)} tokens and {len(seqs)} sequences"
+                raise InvalidInput("tokens, seqs", f"one token for each of 1 to {most} sequences", got)
+            self._check_distinct(seqs, "seqs")
+            feeds = [Feed((token,), seq.seq_len, self._decodable(seq)) for token, seq in zip(ids, seqs, strict=True)]
+            self._begin(stream)
+            self._decoder.run(feeds, self._logits.arena.base, stream)
+            self._end(0, len(feeds), stream)
+            for token, seq in zip(ids, seqs, strict=True):
+                seq.tokens.append(token)
+                seq.seq_len += 1
+            return self._logits.arena.base
+
+    def _prefill(self, prompts: list[_Prompt], row: int, stream: StreamLike) -> list[DevicePtr]:
+        self._begin(stream)
+        for prompt in prompts:
+            if prompt.seq.seq_len:  # its KV is about to be overwritten: empty, should the device fail half way
+                prompt.seq.tokens, prompt.seq.seq_len, prompt.seq.prompt_len = [], 0, 0
+            prompt.span.source_len = len(prompt.source)
+        for group in self._encoder_groups(prompts):
+            self._encoder.run([one.source for one in group], [one.span for one in group], stream)
+        start = self.config.generation.decoder_start_token_id
+        feeds = [Feed((start, prompt.target), 0, prompt.span) for prompt in prompts]
+        self._decoder.run(feeds, self._logits.arena.row(row), stream)
+        self._end(row, len(prompts), stream)
+        for prompt in prompts:
+            prompt.seq.tokens = [start, prompt.target]
+            prompt.seq.seq_len = prompt.seq.prompt_len = PREFIX_LEN
+        self._last_single = self._logits.arena.row(row)
+        return [self._logits.arena.row(row + index) for index in range(len(prompts))]
+
+    def _encoder_groups(self, prompts: list[_Prompt]) -> list[list[_Prompt]]:
+        """Split prompts, in order, into packed passes that the workspace can hold."""
+        groups: list[list[_Prompt]] = [[]]
+        room = self.shape.limits.encoder_tokens
+        for prompt in prompts:
+            if len(prompt.source) > room:
+                groups.append([])
+                room = self.shape.limits.encoder_tokens
+            groups[-1].append(prompt)
+            room -= len(prompt.source)
+        return groups
+
+    def _begin(self, stream: StreamLike) -> None:
+        """Order this forward after the last one, whose activations it overwrites."""
+        if self._last_call is not None:
+            self.gpu.stream_wait_event(stream, self._last_call)
+
+    def _end(self, row: int, count: int, stream: StreamLike) -> None:
+        self._last_call = self._logits.written(row, count, stream)
+
+    # checks
+
+    def _check_prompt(self, one: PrefillSlice, argument: str) -> _Prompt:
+        span = self._table.span(one.seq)
+        if one.chunk_start != 0 or not one.is_last_chunk or one.chunk_len != len(one.prompt_tokens):
+            raise InvalidInput(
+                f"{argument}: chunk",
+                f"the whole source in one chunk (0, {len(one.prompt_tokens)}, last)",
+                f"({one.chunk_start}, {one.chunk_len}, {'last' if one.is_last_chunk else 'not last'})",
+            )
+        if one.seq.adapter_slot != -1:
+            raise refusal(self, "adapter_slot", f"no adapter is resident in slot {one.seq.adapter_slot}")
+        tokens = token_ids(argument, one.prompt_tokens, self.shape.vocab)
+        source_language = self._language("src_lang_id", one.seq.src_lang_id, self.languages.source, "source")
+        target_language = self._language("tgt_lang_id", one.seq.tgt_lang_id, self.languages.target, "target")
+        source = (source_language, *tokens, self.config.eos_token_id[0])
+        most = min(self.shape.limits.max_source_len, span.positions - PREFIX_LEN)
+        if len(source) > most:
+            raise InvalidInput(argument, f"at most {most - 2} ids (with language and EOS {most})", f"{len(tokens)} ids")
+        return _Prompt(one.seq, span, source, target_language)
+
+    def _language(self, argument: str, given: int, default: int | None, keyword: str) -> int:
+        language = token_id(argument, given, self.shape.vocab)
+        if language:
+            return language
+        if default is None:
+            raise InvalidInput(argument, f"a language id (the model was loaded without a default {keyword}=)", 0)
+        return default
+
+    def _decodable(self, seq: SequenceState) -> Span:
+        span = self._table.span(seq)
+        if not span.source_len or not seq.seq_len:
+            raise SequenceError(f"decode: the sequence in slot {seq.slot_idx} has not been prefilled")
+        most = min(self.shape.limits.target_positions, span.positions - span.source_len)
+        if seq.seq_len >= most:
+            raise SequenceError(f"decode: the sequence in slot {seq.slot_idx} is full: it has {most} decoder positions")
+        return span
+
+    @staticmethod
+    def _check_distinct(seqs: Sequence[SequenceState], argument: str) -> None:
+        if len({id(seq) for seq in seqs}) < len(seqs):
+            raise InvalidInput(argument, "different sequences", "one of them twice")
+
+    # logits
+
+    def vocab_size(self) -> int:
+        return self.shape.vocab
+
+    def logits_row_bytes(self) -> int:
+        return self._logits.arena.row_bytes
+
+    def logits_dtype(self) -> LogitsDtype:
+        return cast(LogitsDtype, dtypes.long_name(self.shape.dtype))
+
+    def logits_ptr_is_fp32(self, ptr: DevicePtr) -> bool:
+        self._logits.index(ptr)
+        return self.shape.dtype == "f32"
+
+    def decode_logits_fp32(self) -> bool:
+        return self.shape.dtype == "f32"
+
+    def logits_event(self, ptr: DevicePtr) -> int:
+        with self._lock:
+            return self._logits.event(ptr)
+
+    def logits_buffer_ptr(self) -> DevicePtr:
+        return self._logits.arena.base
+
+    def decode_logits_ptr(self) -> DevicePtr:
+        return self._logits.arena.base
+
+    def hidden_after_norm(self) -> DevicePtr:
+        """Return the address of the last forward's hidden rows after the final norm, ``[rows, d_model]``.
+
+        A decode step has one row a sequence, a prefill two (decoder start and language).
+        """
+        return self._hidden
+
+    def copy_logits_to_host(self, ptr: DevicePtr, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        with self._lock:
+            self._check_open()
+            return self._logits.read(ptr, out)
+
+    def argmax_rows(self, ptr: DevicePtr, n: int, stream: StreamLike = 0) -> tuple[list[int], list[int]]:
+        """Return the argmax ids of ``n`` rows from ``ptr``, and the indices of the rows that are not finite.
+
+        What `argmax_batch` does, for callers that go on with the sound rows.
+        """
+        with self._lock:
+            self._check_open()
+            return self._logits.argmax(ptr, n, stream)
+
+    def argmax_batch(self, ptr: DevicePtr, n: int, stream: StreamLike = 0) -> list[int]:
+        """Return the argmax id of ``n`` rows from ``ptr``. `NonFiniteLogits` names the rows with a NaN or infinity."""
+        ids, bad = self.argmax_rows(ptr, n, stream)
+        if bad:
+            raise NonFiniteLogits(tuple(bad))
+        return ids
+
+    def argmax_on_device(self, ptr: DevicePtr, stream: StreamLike = 0) -> int:
+        """Return the argmax id of the row at ``ptr``. `NonFiniteLogits` when it has a NaN or infinity."""
+        return self.argmax_batch(ptr, 1, stream)[0]
+
+    # streams
+
+    def default_stream(self) -> int:
+        return self.gpu.default_stream()
+
+    def create_stream(self) -> int:
+        return self.gpu.create_stream()
+
+    def create_event(self) -> int:
+        return self.gpu.create_event()
+
+    def record_event(self, event: int, stream: StreamLike = 0) -> None:
+        self.gpu.record_event(event, stream)
+
+    def stream_wait_event(self, stream: StreamLike, event: int) -> None:
+        self.gpu.stream_wait_event(stream, event)
+
+    def synchronize(self, stream: StreamLike = 0) -> None:
+        self.gpu.synchronize(stream)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Which sequence holds which slot and which span of the KV pool."""
+
+from __future__ import annotations
+
+from metrale.errors import InvalidInput, SequenceError
+from metrale.model import SequenceState
+from metrale.nllb.kv import KvPool, Span
+
+
+class SequenceTable:
+    """The live sequences. A slot belongs to one `SequenceState` object, so a stale one cannot free its successor.
+
+    Parameters
+    ----------
+    pool : KvPool
+    slots : int
+        Sequences that may be live at once.
+    """
+
+    def __init__(self, pool: KvPool, slots: int) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._live: dict[int, tuple[SequenceState, Span]] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def alloc(self, positions: int) -> SequenceState:
+        """Claim the lowest free slot and a span of ``positions``.
+
+        Raises
+        ------
+        SequenceError
+            When every slot is taken.
+        OutOfMemory
+            When the pool has no such span; no slot is claimed.
+        """
+        slot = next((slot for slot in range(self._slots) if slot not in self._live), None)
+        if slot is None:
+            raise SequenceError(f"alloc_sequence: all {self._slots} slots are taken; free a sequence first")
+        span = self._pool.take(positions)
+        seq = SequenceState(slot)
+        self._live[slot] = (seq, span)
+        return seq
+
+    def owns(self, seq: SequenceState) -> bool:
+        """Return whether ``seq`` holds its slot."""
+        entry = self._live.get(seq.slot_idx)
+        return entry is not None and entry[0] is seq
+
+    def span(self, seq: SequenceState) -> Span:
+        """Return the span of a live sequence.
+
+        Raises
+        ------
+        SequenceError
+            When ``seq`` was freed or detached, or is not of this model.
+        """
+        if not isinstance(seq, SequenceState):
+            raise InvalidInput("seq", "a SequenceState", seq)
+        if not self.owns(seq):
+            what = "it was detached" if seq.is_detached else f"it does not hold slot {seq.slot_idx}"
+            raise SequenceError(f"seq: expected a live sequence of this model, but {what} (freed before?)")
+        return self._live[seq.slot_idx][1]
+
+    def free(self, seq: SequenceState) -> None:
+        """Release the slot and the span of ``seq``; nothing when it holds none."""
+        if self.owns(seq):
+            _, span = self._live.pop(seq.slot_idx)
+            self._pool.give_back(span)
+
+    def move(self, seq: SequenceState, slot: int) -> None:
+        """Let ``seq`` hold ``slot`` instead of its own, which becomes free. The span stays where it is.
+
+        Raises
+        ------
+        SequenceError
+            When ``seq`` is not live, or a live sequence holds ``slot``.
+        InvalidInput
+            When there is no such slot.
+        """
+        span = self.span(seq)
+        if isinstance(slot, bool) or not isinstance(slot, int) or not 0 <= slot < self._slots:
+            raise InvalidInput("new_slot", f"a slot in [0, {self._slots})", slot)
+        if slot == seq.slot_idx:
+            return
+        if slot in self._live:
+            raise SequenceError(f"compact_sequence: slot {slot} is held by a live sequence; free or detach that first")
+        del self._live[seq.slot_idx]
+        seq.slot_idx = slot
+        self._live[slot] = (seq, span)
