@@ -95,6 +95,16 @@ class ModelLogits(ABC):
             When ``ptr`` is not the address of a row, or the arena has fewer than ``n`` rows from there.
         """
 
+    @abstractmethod
+    def argmax_rows(self, ptr: DevicePtr, n: int, stream: StreamLike = 0) -> tuple[list[int], list[int]]:
+        """Do as ``argmax_batch``, for callers that go on with the sound rows of a batch.
+
+        Returns
+        -------
+        ids, bad : list[int], list[int]
+            The id of each row, and the indices of the rows that hold a NaN or an infinity; their ids mean nothing.
+        """
+
     def hidden_after_norm(self) -> DevicePtr:
         """Return the address of the last step's hidden rows after the final norm. Default: NULL, they are not kept."""
         return DevicePtr.NULL

@@ -411,10 +411,6 @@ class NllbModel(TranslationOnly):
             return self._logits.read(ptr, out)
 
     def argmax_rows(self, ptr: DevicePtr, n: int, stream: StreamLike = 0) -> tuple[list[int], list[int]]:
-        """Return the argmax ids of ``n`` rows from ``ptr``, and the indices of the rows that are not finite.
-
-        What `argmax_batch` does, for callers that go on with the sound rows.
-        """
         with self._lock:
             self._check_open()
             return self._logits.argmax(ptr, n, stream)

@@ -181,6 +181,10 @@ class NllbTokenizer:
             pieces[0] = pieces[0].replace(_SPACE, "")
         return "".join(pieces).replace(_SPACE, " ")
 
+    def is_special(self, token: int) -> bool:
+        """Return whether an id gives no text: a special token, a language code, or a padding row."""
+        return not _FIRST_PIECE <= token < self._first_language
+
     def language_id(self, code: str, argument: str = "language") -> int:
         """Return the id of a language code.
 

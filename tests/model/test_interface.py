@@ -233,7 +233,7 @@ ABSTRACT: dict[type, str] = {
     " detach_slot_for_reuse",
     ModelForward: "prefill prefill_chunk decode decode_batch",
     ModelLogits: "vocab_size logits_row_bytes logits_dtype logits_event copy_logits_to_host logits_buffer_ptr"
-    " argmax_on_device argmax_batch decode_logits_ptr",
+    " argmax_on_device argmax_batch argmax_rows decode_logits_ptr",
     ModelAdapters: "",
     ModelSsmState: "checkpoint_ssm_states rollback_ssm_states",
     ModelVerify: "decode_verify decode_verify_graphed decode_verify_graphed_k3 decode_verify_graphed_k4",
