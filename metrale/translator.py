@@ -115,8 +115,8 @@ class Translator:
         """The language codes that ``source`` and ``target`` may be."""
         return self._tokenizer.languages
 
-    @overload
-    def translate(
+    @overload  # a str is a sequence of str as well; the first overload that fits is meant
+    def translate(  # type: ignore[overload-overlap]
         self,
         texts: str,
         source: Languages = None,

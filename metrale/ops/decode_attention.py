@@ -76,21 +76,27 @@ def reference(
     if lengths.min() < 1:
         raise InvalidPointer(f"decode_attention: lengths: expected at least 1 key a row, got {lengths.min()}")
     width = heads * head_dim
+    first = min(k_offset, v_offset)  # keys and values are neighbours as a rule: one gather fetches both
+    cached = memory.gather_rows(
+        spans,
+        lengths,
+        offset=first,
+        stride=kv_stride,
+        width=max(k_offset, v_offset) + width - first,
+        dtype=dtypes.name_of(q.dtype),
+    ).astype(np.float32, copy=False)
 
-    def cached(offset: int) -> Array:
-        found = memory.gather_rows(
-            spans, lengths, offset=offset, stride=kv_stride, width=width, dtype=dtypes.name_of(q.dtype)
-        )
-        return found.astype(np.float32, copy=False).reshape(rows, -1, heads, head_dim)
+    def per_head(offset: int) -> Array:
+        return cached[:, :, offset - first :][:, :, :width].reshape(rows, -1, heads, head_dim)
 
     query = q.astype(np.float32).reshape(rows, heads, 1, head_dim)
     query *= np.float32(scale)
-    scores = np.matmul(query, cached(k_offset).transpose(0, 2, 3, 1))
+    scores = np.matmul(query, per_head(k_offset).transpose(0, 2, 3, 1))
     past = np.arange(scores.shape[-1]) >= lengths[:, None]
-    scores[np.broadcast_to(past[:, None, None, :], scores.shape)] = -np.inf
+    scores += np.where(past, np.float32(-np.inf), np.float32(0.0))[:, None, None, :]
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
-    mixed = np.matmul(scores, cached(v_offset).transpose(0, 2, 1, 3))
+    mixed = np.matmul(scores, per_head(v_offset).transpose(0, 2, 1, 3))
     mixed /= scores.sum(axis=-1, keepdims=True)
     out[...] = mixed.reshape(rows, width)
 
