@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The ``metrale`` command: translate, inspect and doctor.
+
+Exit codes: 0 done, 1 some texts were not translated, 2 wrong usage or input, 3 a model or device that cannot be used,
+4 a fault in metrale itself, 130 interrupted. Errors are one line on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import metrale
+from metrale.cli import doctor, inspect, translate
+from metrale.cli.failure import DONE, INTERRUPTED, USAGE, Failure, describe, say
+from metrale.cli.output import discard_stdout
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Failure(USAGE, f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Parameters
+    ----------
+    argv : sequence of str or None
+        The arguments after the command's name; None takes those of this process.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    debug = "--debug" in arguments  # also for the errors of a command line that cannot be parsed
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has had enough: `metrale ... | head -1`
+        discard_stdout()
+        return DONE
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        code, message = describe(error)
+        say(f"error: {message}")
+        return code
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        args = _build_parser().parse_args(arguments)
+    except SystemExit as done:  # --help and --version
+        sys.stdout.flush()
+        return int(done.code or DONE)
+    if args.debug:
+        logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
+    code: int = args.run(args)
+    sys.stdout.flush()
+    return code
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(
+        prog="metrale",
+        description=metrale.__doc__,
+        epilog="Exit codes: 0 done, 1 some texts were not translated, 2 wrong usage or input, 3 a model or device that "
+        "cannot be used, 4 a fault in metrale itself, 130 interrupted.",
+    )
+    parser.add_argument("--version", action="version", version=f"metrale {metrale.__version__}")
+    parser.add_argument("--debug", action="store_true", help="show log messages, and where an error comes from")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (translate, inspect, doctor):
+        command.add_parser(commands, common)
+    return parser

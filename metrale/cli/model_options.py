@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The options that choose a model, its device and its limits, shared by the commands that take a model."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gpu_runtime.config import Config
+from metrale.checkpoint import require_folder
+from metrale.cli.failure import USAGE, Failure, say
+from metrale.demo import demo_model_path
+from metrale.nllb.limits import ServingLimits
+
+_DEVICE: Final = re.compile(r"auto|host|cuda(:\d+)?")
+_LIMITS: Final = ("max_batch", "max_source_len", "max_new_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """A checkpoint folder that exists, and whether it is the demo model taken for want of another."""
+
+    path: Path
+    is_demo: bool
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model``, ``--device``, ``--dtype`` and the limits."""
+    default = ServingLimits()
+    parser.add_argument(
+        "--model", metavar="DIR", help="checkpoint folder (default: METRALE_MODEL, else the small demo model)"
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="NAME",
+        help="auto, host, cuda or cuda:N (default: METRALE_DEVICE, else auto)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        help="element type to compute in (default: auto, which is float32 on the host)",
+    )
+    parser.add_argument(
+        "--max-batch",
+        type=int,
+        default=default.max_batch,
+        metavar="N",
+        help="texts in one batch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-source-len",
+        type=int,
+        default=default.max_source_len,
+        metavar="N",
+        help="source tokens of a text, language and end included; longer texts are cut, with a warning "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=default.max_new_tokens,
+        metavar="N",
+        help="tokens of a translation, language and end included (default: %(default)s)",
+    )
+
+
+def choose_model(args: argparse.Namespace) -> ModelChoice:
+    """Return the folder that the options or the environment name, else the demo model's, which is said aloud."""
+    given = args.model if args.model is not None else Config.from_env().model
+    if given is not None:
+        return ModelChoice(require_folder(given), is_demo=False)
+    say("note: neither --model nor METRALE_MODEL is given: taking the demo model (nine languages, interface texts)")
+    return ModelChoice(require_folder(demo_model_path()), is_demo=True)
+
+
+def device_of(args: argparse.Namespace) -> str:
+    """Return the device's name as `metrale.load` takes it.
+
+    Raises
+    ------
+    Failure
+        When the option, or ``METRALE_DEVICE``, is not the name of a device.
+    """
+    for origin, name in (("--device", args.device), ("METRALE_DEVICE", Config.from_env().device)):
+        if not _DEVICE.fullmatch(name):
+            raise Failure(USAGE, f"{origin}: expected auto, host, cuda or cuda:N, got {name!r}")
+    return str(args.device)
+
+
+def limits_of(args: argparse.Namespace) -> dict[str, int]:
+    """Return the limits as keyword arguments of `metrale.load`."""
+    return {name: getattr(args, name) for name in _LIMITS}

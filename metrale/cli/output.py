@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Standard output in UTF-8, whatever the locale, and a counter on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from typing import Final, TextIO
+
+from metrale.cli.failure import USAGE, Failure
+
+_BREAKS: Final = re.compile("[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+")
+_SECONDS_BETWEEN_DRAWS: Final = 0.1
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` with a space for every run of characters that end a line."""
+    return _BREAKS.sub(" ", text)
+
+
+def to_json(value: Mapping[str, object], indent: int | None = None) -> str:
+    """Return JSON with text as it is (UTF-8), on one line unless ``indent`` is given."""
+    written = json.dumps(value, ensure_ascii=False, indent=indent)
+    # JSON allows U+2028 and the like in strings, but readers that split lines as Unicode does would split there.
+    return written if indent is not None else _BREAKS.sub(_escaped, written)
+
+
+def _escaped(breaks: re.Match[str]) -> str:
+    return "".join(f"\\u{ord(character):04x}" for character in breaks.group())
+
+
+def write_lines(lines: list[str]) -> None:
+    """Write and flush lines, each with its newline, as UTF-8."""
+    if sys.stdout is None:
+        raise Failure(USAGE, "standard output is closed")
+    sys.stdout.flush()
+    sys.stdout.buffer.write("".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
+    sys.stdout.buffer.flush()
+
+
+def discard_stdout() -> None:
+    """Send what is still to be written to nowhere, so that the interpreter's last flush does not complain."""
+    with contextlib.suppress(OSError, ValueError):
+        target = sys.stdout.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, target)
+        os.close(nowhere)
+
+
+class Counter:
+    """How many texts are done, on one line of a terminal that is drawn over again.
+
+    Parameters
+    ----------
+    stream : TextIO
+        Where to draw.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._drawn = 0.0
+        self._visible = False
+
+    def show(self, done: int) -> None:
+        """Draw, unless that was done a moment ago."""
+        now = time.monotonic()
+        if now - self._drawn >= _SECONDS_BETWEEN_DRAWS:
+            self._drawn, self._visible = now, True
+            self._stream.write(f"\r{done:,} translated")
+            self._stream.flush()
+
+    def clear(self) -> None:
+        """Remove the line, for other output to take its place."""
+        if self._visible:
+            self._visible = False
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()

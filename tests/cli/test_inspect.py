@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""``metrale inspect`` and the command line around the commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import metrale
+from metrale.cli import main
+from metrale.demo import demo_model_path
+
+DEMO = demo_model_path()
+
+
+def test_the_demo_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = {"max_batch": 4, "max_source_len": 64, "max_new_tokens": 32}
+    options = [text for name, value in limits.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["inspect", "--model", str(DEMO), "--json", "--dtype", "float16", *options]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert err == ""
+    assert report["parameters"] == 10_797_312  # as the model's README has it
+    assert report["stored_dtypes"] == ["bfloat16"]
+    assert report["vocabulary"] == {"rows": 8240, "tokenizer_entries": 8231}
+    assert report["languages"] == 202
+    assert (report["config"]["d_model"], report["config"]["decoder_layers"]) == (256, 3)
+    assert report["device"]["kind"] == "host"
+    assert report["limits"] == limits
+    plan = metrale.memory_plan(DEMO, "host", "float16", **limits)
+    assert report["memory"] == {
+        "weights": plan.weights,
+        "kv": plan.kv,
+        "logits": plan.logits,
+        "workspace": plan.workspace,
+        "total": plan.total,
+    }
+
+
+def test_the_demo_model_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect"]) == 0
+    out, err = capsys.readouterr()
+    for part in ("10,797,312", "bfloat16", "8,240 rows", "202", "6 layers", "3 layers", "MiB", "max_batch 32"):
+        assert part in out
+    assert "demo model" in err
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    assert main(["inspect", "--model", str(tmp_path)]) == 0
+    assert "no tokenizer: token ids only" in capsys.readouterr().out
+    assert main(["inspect", "--model", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["languages"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "part"),
+    [
+        (["inspect", "--model", "no/such"], 3, "no/such"),
+        (["inspect", "--max-batch", "-1"], 2, "--max-batch: expected an int of at least 1, got -1"),
+        (["inspect", "--device", "cuda"], 3, "no CUDA backend yet"),
+        ([], 2, "COMMAND (see metrale --help)"),
+        (["bench"], 2, "'bench'"),
+    ],
+)
+def test_errors(arguments: list[str], code: int, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].startswith("metrale: error: ")
+    assert part in err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"metrale {metrale.__version__}\n"
+    for command in ((), ("translate",), ("inspect",), ("doctor",)):
+        assert main([*command, "--help"]) == 0
+        assert " ".join(["usage: metrale", *command]) in capsys.readouterr().out
