@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -75,7 +75,7 @@ class PinnedMemory:
 class GpuBackend(abc.ABC):
     """A device: memory, copies, launches, products, streams, events and graphs."""
 
-    def __enter__(self) -> GpuBackend:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -181,7 +181,10 @@ class GpuBackend(abc.ABC):
     def copy_d2d_2d_async(
         self, src: int, src_pitch: int, dst: int, dst_pitch: int, width: int, height: int, stream: StreamLike = 0
     ) -> None:
-        """Enqueue a copy of ``height`` rows of ``width`` bytes; rows start a pitch apart on either side."""
+        """Enqueue a copy of ``height`` rows of ``width`` bytes; rows start a pitch apart on either side.
+
+        A pitch is at least the width. The spans from first to last row must not overlap.
+        """
 
     @abc.abstractmethod
     def mark_written(self, ptr: int, nbytes: int) -> None:
@@ -197,7 +200,7 @@ class GpuBackend(abc.ABC):
 
     @abc.abstractmethod
     def host_ptr_to_device(self, memory: PinnedMemory) -> DevicePtr:
-        """Return the address at which kernels see page-locked host memory."""
+        """Return the address at which kernels and copies see page-locked host memory."""
 
     # launches
 
@@ -284,7 +287,8 @@ class GpuBackend(abc.ABC):
         Parameters
         ----------
         a, w, c, bias : int
-            Addresses of ``[m, k]``, ``[n, k]``, ``[m, n]`` and ``[n]`` (NULL: no bias), row-major.
+            Addresses of ``[m, k]``, ``[n, k]``, ``[m, n]`` and ``[n]`` (NULL: no bias), row-major. ``c`` may share no
+            element with the others.
         dtype, out_dtype : str
             Element types of a, w and bias, and of c (None: the same).
         lda, ldw, ldc : int or None
@@ -322,7 +326,10 @@ class GpuBackend(abc.ABC):
         algorithm: int | None = None,
         stream: StreamLike = 0,
     ) -> None:
-        """Enqueue ``batch`` products as `gemm` does; operand ``i`` starts ``i * stride`` elements after the first."""
+        """Enqueue ``batch`` products as `gemm` does; operand ``i`` starts ``i * stride`` elements after the first.
+
+        Products may share A or W (stride 0). The rows of their C may interleave, as the heads of an attention do.
+        """
 
     # streams and events
 
@@ -336,7 +343,7 @@ class GpuBackend(abc.ABC):
 
     @abc.abstractmethod
     def destroy_stream(self, stream: int) -> None:
-        """Destroy a stream that `create_stream` made. Its work is finished first."""
+        """Destroy a stream that `create_stream` made. Its work is finished first. Raises DeviceError for any other."""
 
     @abc.abstractmethod
     def synchronize(self, stream: StreamLike = 0) -> None:
@@ -352,7 +359,10 @@ class GpuBackend(abc.ABC):
 
     @abc.abstractmethod
     def stream_wait_event(self, stream: StreamLike, event: int) -> None:
-        """Let later work on ``stream`` come after what ``event`` stands for. A capture spreads along this edge."""
+        """Let later work on ``stream`` come after what ``event`` stands for. A capture spreads along this edge.
+
+        Raises DeviceError when a capturing stream would wait for work outside its capture, even if that is done.
+        """
 
     @abc.abstractmethod
     def event_query(self, event: int) -> bool:
@@ -385,7 +395,10 @@ class GpuBackend(abc.ABC):
 
     @abc.abstractmethod
     def launch_graph(self, graph: int, stream: StreamLike = 0) -> None:
-        """Enqueue a graph: the captured work with the captured addresses and arguments."""
+        """Enqueue a graph: the captured work with the captured addresses and arguments.
+
+        In a capture the graph becomes part of the new one.
+        """
 
     @abc.abstractmethod
     def destroy_graph(self, graph: int) -> None:
@@ -446,6 +459,8 @@ def open_backend(device: str = "auto", *, config: Config | None = None) -> GpuBa
     ValueError
         When ``device`` is none of these.
     """
+    if not isinstance(device, str):
+        raise TypeError(f"device: expected a string, got {device!r}")
     if device == "auto":
         device = (config or Config.from_env()).device
     if device in ("auto", "host"):

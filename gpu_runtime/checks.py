@@ -11,6 +11,8 @@ import operator
 import struct
 from typing import Any, Final
 
+import numpy as np
+
 ADDRESS_LIMIT: Final = 1 << 64
 
 
@@ -24,16 +26,20 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
     ValueError
         When it is out of range.
     """
-    if isinstance(value, bool):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    try:
-        number = int(operator.index(value))
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+    number = value if type(value) is int else _index(name, value)
     if (low is not None and number < low) or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"{low} to {high}" if low is not None else f"at most {high}"
         raise ValueError(f"{name}: expected {bounds}, got {number}")
     return number
+
+
+def _index(name: str, value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
 
 
 def address(name: str, value: Any) -> int:
@@ -54,10 +60,11 @@ def float32(name: str, value: Any) -> float:
     ValueError
         When it is finite and float32 cannot hold it.
     """
-    if isinstance(value, bool) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+    if isinstance(value, bool | np.bool_) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     try:
-        return float(struct.unpack("f", struct.pack("f", float(value)))[0])
+        # "<f", not "f": only the standard format refuses what overflows
+        return float(struct.unpack("<f", struct.pack("<f", float(value)))[0])
     except TypeError:
         raise TypeError(f"{name}: expected a number, got {value!r}") from None
     except OverflowError:

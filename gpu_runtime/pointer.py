@@ -15,8 +15,8 @@ class DevicePtr(int):
     declared (without ``argtypes`` ctypes cuts an int to 32 bits). Offsets are bytes.
 
     ``ptr + nbytes`` and ``ptr - nbytes`` are pointers, ``ptr - ptr`` is a plain ``int`` of bytes. Any other arithmetic
-    gives a plain ``int``. Keep the pointer on the left of a NumPy scalar: on the right NumPy computes the sum, in a type
-    of its own choice.
+    gives a plain ``int``. Keep the pointer on the left of a NumPy scalar: on the right NumPy computes the sum, in a
+    type of its own choice.
 
     Raises
     ------

@@ -42,6 +42,8 @@ def stream_handle(stream: StreamLike) -> int:
     ValueError
         When the handle does not fit in 64 bits or the protocol's version is not 0.
     """
+    if isinstance(stream, int) and not isinstance(stream, bool):  # first, because asking for a protocol is slow
+        return checks.address("stream", stream)
     if isinstance(stream, SupportsCudaStream) and not isinstance(stream, type):
         return _protocol_handle(stream)
     if isinstance(stream, bool) or not hasattr(stream, "__index__"):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gpu_runtime import dtypes
+from gpu_runtime import checks, dtypes
 from gpu_runtime.backend import NULL, KernelHandle, LaunchRecord
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.gemm import Gemm, gemm_reference
@@ -19,7 +19,8 @@ from gpu_runtime.host.memory_calls import MemoryCalls
 from gpu_runtime.host.streams import InOrder, Order
 from gpu_runtime.launch import Dim3, check_arguments, check_geometry
 from gpu_runtime.limits import MINIMUM, Limits
-from gpu_runtime.op import ELEMENT, REGISTRY, Arg, Op, OpRegistry
+from gpu_runtime.op import ELEMENT, REGISTRY, Arg, Dims, Op, OpRegistry
+from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 
 log = logging.getLogger(__name__)
@@ -51,9 +52,11 @@ class HostBackend(MemoryCalls):
         self._debug_sync = False
 
     def has_module(self, module: str) -> bool:
+        self._check_open()
         return module in self._ops
 
     def kernel(self, module: str, name: str) -> KernelHandle:
+        self._check_open()
         self._ops.find(module, name)
         return KernelHandle(module, name)
 
@@ -70,24 +73,31 @@ class HostBackend(MemoryCalls):
         programmatic: bool = False,
     ) -> None:
         on = self._stream(stream)
+        if not isinstance(handle, KernelHandle):
+            raise TypeError(f"handle: expected what kernel() returned, got {handle!r}")
         op, dtype = self._ops.find(handle.module, handle.name)
         blocks, threads = check_geometry(grid, block, shared_mem, self.limits())
         values = check_arguments(op.spec, dtype, args)
-        self._bind(op, dtype, values)  # an address outside live memory is refused before anything is enqueued
+        dims = op.spec.dims(values)
+        # addresses outside live memory, and overlaps, are refused before anything is enqueued
+        self._refuse_overlap(op, values, self._bind(op, dtype, values, dims))
         self._trace(LaunchRecord("kernel", handle.name, blocks, threads, stream=on.handle))
-        self._enqueue(on, lambda: op.reference(**self._bind(op, dtype, values)))
+        self._enqueue(on, lambda: self._run_reference(op, dtype, values, dims))
         if self._debug_sync and on.capture is None:
             self.synchronize(stream)
 
-    def _bind(self, op: Op, dtype: str, values: Sequence[Any]) -> dict[str, Any]:
+    def _run_reference(self, op: Op, dtype: str, values: Sequence[Any], dims: Dims) -> None:
+        with np.errstate(all="ignore"):  # a kernel that overflows stores inf and says nothing
+            op.reference(**self._bind(op, dtype, values, dims))
+
+    def _bind(self, op: Op, dtype: str, values: Sequence[Any], dims: Dims) -> dict[str, Any]:
         """Return the reference's arguments: arrays over device memory, read-only where the op only reads."""
-        dims = op.spec.dims(values)
         bound: dict[str, Any] = {"memory": self._memory} if op.spec.indirect else {}
         for arg, value in zip(op.spec.args, values, strict=True):
             bound[arg.name] = self._array(op, arg, dtype, value, dims) if arg.is_pointer else value
         return bound
 
-    def _array(self, op: Op, arg: Arg, dtype: str, address: int, dims: dict[str, int]) -> Array | None:
+    def _array(self, op: Op, arg: Arg, dtype: str, address: int, dims: Dims) -> Array | None:
         if address == 0:
             return None
         element = dtype if arg.dtype == ELEMENT else arg.dtype
@@ -100,13 +110,32 @@ class HostBackend(MemoryCalls):
             view.flags.writeable = False
         return view
 
+    @staticmethod
+    def _refuse_overlap(op: Op, values: Sequence[Any], bound: dict[str, Any]) -> None:
+        """Refuse an output over the memory of another parameter, unless the spec names the two as aliases."""
+        pointers = [(arg, at) for arg, at in zip(op.spec.args, values, strict=True) if arg.is_pointer and at]
+        for arg, address in pointers:
+            if arg.role == "in":
+                continue
+            for other, at in pointers:
+                if other is arg or not share_memory(bound[arg.name], bound[other.name]):
+                    continue
+                pairs = (arg.name, other.name), (other.name, arg.name)
+                if address != at or not any(pair in op.spec.aliases for pair in pairs):
+                    raise ValueError(
+                        f"{op.spec.name}: {arg.name}: expected memory apart from {other.name}, "
+                        f"got {address:#x} and {at:#x}"
+                    )
+
     @property
     def debug_sync_kernels(self) -> bool:
+        self._check_open()
         return self._debug_sync
 
     @debug_sync_kernels.setter
     def debug_sync_kernels(self, on: bool) -> None:
-        self._debug_sync = on
+        self._check_open()
+        self._debug_sync = bool(on)
 
     def gemm(
         self,
@@ -131,8 +160,9 @@ class HostBackend(MemoryCalls):
         algorithm: int | None = None,
         stream: StreamLike = 0,
     ) -> None:
+        self._check_open()
         problem = Gemm.of(m, n, k, dtype, out_dtype, lda, ldw, ldc, alpha, activation, accumulate)
-        self._check_workspace(workspace, workspace_bytes)
+        self._check_choice(workspace, workspace_bytes, algorithm)
         self._multiply(problem, a, w, c, bias, stream)
 
     def gemm_strided_batched(
@@ -160,44 +190,63 @@ class HostBackend(MemoryCalls):
         algorithm: int | None = None,
         stream: StreamLike = 0,
     ) -> None:
+        self._check_open()
         strides = (batch, stride_a, stride_w, stride_c)
         problem = Gemm.of(m, n, k, dtype, out_dtype, lda, ldw, ldc, alpha, "none", accumulate, *strides)
-        self._check_workspace(workspace, workspace_bytes)
+        self._check_choice(workspace, workspace_bytes, algorithm)
         self._multiply(problem, a, w, c, NULL, stream)
 
-    def _check_workspace(self, workspace: int, nbytes: int) -> None:
-        if workspace:
-            self._span("gemm: workspace", workspace, nbytes)
+    def _check_choice(self, workspace: int, nbytes: int, algorithm: int | None) -> None:
+        """Check what steers a GPU's choice of algorithm; there is one here."""
+        self._span("gemm: workspace", workspace, nbytes)
+        if algorithm is not None:
+            checks.integer("gemm: algorithm", algorithm, low=0)
 
     def _multiply(self, problem: Gemm, a: int, w: int, c: int, bias: int, stream: StreamLike) -> None:
         on = self._stream(stream)
-        self._operands(problem, a, w, c, bias, problem.batch - 1)
+        addresses = [
+            self._operand_address(name, ptr, dtype)
+            for name, ptr, dtype in (
+                ("a", a, problem.dtype),
+                ("w", w, problem.dtype),
+                ("c", c, problem.out_dtype),
+                ("bias", bias, problem.dtype),
+            )
+        ]
+        operands = self._operands(problem, *addresses)
+        for name, operand in zip(("a", "w", "bias"), (operands[0], operands[1], operands[3]), strict=True):
+            if operand is not None and share_memory(operands[2], operand):
+                raise ValueError(f"gemm: c: expected memory apart from {name}, got {addresses[2]:#x}")
         self._trace(LaunchRecord("gemm", f"{problem.m}x{problem.n}x{problem.k}", stream=on.handle))
+        self._enqueue(on, lambda: self._run_gemm(problem, addresses))
 
-        def work() -> None:
-            for index in range(problem.batch):
-                gemm_reference(
-                    *self._operands(problem, a, w, c, bias, index),
-                    alpha=problem.alpha,
-                    activation=problem.activation,
-                    accumulate=problem.accumulate,
-                )
+    def _run_gemm(self, p: Gemm, addresses: Sequence[int]) -> None:
+        a, w, c, bias = self._operands(p, *addresses)
+        with np.errstate(all="ignore"):
+            for one, two, out in zip(a, w, c, strict=True):
+                gemm_reference(one, two, out, bias, alpha=p.alpha, activation=p.activation, accumulate=p.accumulate)
 
-        self._enqueue(on, work)
+    @staticmethod
+    def _operand_address(name: str, ptr: int, dtype: str) -> int:
+        address, size = checks.address(f"gemm: {name}", ptr), dtypes.itemsize(dtype)
+        if address % size:
+            raise ValueError(f"gemm: {name}: expected an address aligned to {size} bytes, got {address:#x}")
+        return address
 
-    def _operands(
-        self, p: Gemm, a: int, w: int, c: int, bias: int, index: int
-    ) -> tuple[Array, Array, Array, Array | None]:
-        step, out_step = dtypes.itemsize(p.dtype), dtypes.itemsize(p.out_dtype)
-        view = self._memory.view
-        for name, address, size in (("a", a, step), ("w", w, step), ("c", c, out_step), ("bias", bias, step)):
-            if address % size:
-                raise ValueError(f"gemm: {name}: expected an address aligned to {size} bytes, got {address:#x}")
+    def _operands(self, p: Gemm, a: int, w: int, c: int, bias: int) -> tuple[Array, Array, Array, Array | None]:
+        """Return A, W and C as ``[batch, rows, columns]``, and the bias."""
+
+        def view(name: str, ptr: int, shape: tuple[int, ...], dtype: str, *strides: int) -> Array:
+            try:
+                return self._memory.strided(ptr, shape, dtype, (*strides, 1))
+            except InvalidPointer as error:
+                raise InvalidPointer(f"gemm: {name}: {error}") from None
+
         return (
-            view(a + index * p.stride_a * step, (p.m, p.k), p.dtype, p.lda),
-            view(w + index * p.stride_w * step, (p.n, p.k), p.dtype, p.ldw),
-            view(c + index * p.stride_c * out_step, (p.m, p.n), p.out_dtype, p.ldc),
-            view(bias, (p.n,), p.dtype) if bias else None,
+            view("a", a, (p.batch, p.m, p.k), p.dtype, p.stride_a, p.lda),
+            view("w", w, (p.batch, p.n, p.k), p.dtype, p.stride_w, p.ldw),
+            view("c", c, (p.batch, p.m, p.n), p.out_dtype, p.stride_c, p.ldc),
+            view("bias", bias, (p.n,), p.dtype) if bias else None,
         )
 
     def bind_to_thread(self) -> None:
@@ -206,25 +255,40 @@ class HostBackend(MemoryCalls):
     def sm_count(self) -> int:
         return self.limits().sm_count
 
-    def limits(self) -> Limits:
-        """Return the least that a supported GPU offers, so that a plan which fits here fits everywhere."""
-        return MINIMUM
-
     def kind(self) -> Literal["host", "cuda"]:
+        self._check_open()
         return "host"
 
+    def limits(self) -> Limits:
+        """Return the least that a supported GPU offers, so that a plan which fits here fits everywhere."""
+        self._check_open()
+        return MINIMUM
+
     def name(self) -> str:
+        self._check_open()
         return f"host ({platform.machine()}, NumPy {np.__version__})"
 
     def close(self) -> None:
-        if self._closed:
-            return
-        for stream in tuple(self._streams.values()):
-            self.abort_capture_if_active(stream.handle)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            streams = tuple(self._streams.values())
+        for stream in streams:
+            self._drop_capture(stream)
             self._order.drain(stream)
-        for entry in self.sweep_unreleased():
+        for entry in (*self._memory.sweep(), *self._memory.pinned):
             log.warning("close: never freed: %s", entry)
+        for memory in tuple(self._pinned.values()):
+            self._memory.free_pinned(DevicePtr(memory.address))
         self._pinned.clear()
         self._graphs.clear()
         self._events.clear()
-        self._closed = True
+
+
+def share_memory(first: Array, second: Array) -> bool:
+    """Return whether two views have a byte in common; True as well when that is too hard to tell."""
+    try:
+        return np.shares_memory(first, second, max_work=10_000)  # type: ignore[arg-type]  # any count will do
+    except np.exceptions.TooHardError:
+        return True

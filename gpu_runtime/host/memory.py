@@ -7,13 +7,14 @@ block is an error here and not a silent read of something else.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from typing import Any, Final
 
 import numpy as np
 
-from gpu_runtime import dtypes
+from gpu_runtime import checks, dtypes
 from gpu_runtime.errors import InvalidPointer, OutOfMemory
 from gpu_runtime.ledger import Allocation, Ledger
 from gpu_runtime.pointer import DevicePtr
@@ -31,6 +32,8 @@ _HOLDERS_SHOWN: Final = 5
 class HostMemory:
     """Blocks, views of them, and the gathers and scatters that indirect ops use.
 
+    Page-locked host memory has a ledger of its own: kernels reach it like device memory, but it is not counted as such.
+
     Parameters
     ----------
     limit : int or None
@@ -38,8 +41,9 @@ class HostMemory:
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self.total = machine_bytes() if limit is None else limit
+        self.total = machine_bytes() if limit is None else checks.integer("memory_limit", limit, low=0)
         self.ledger = Ledger()
+        self.pinned = Ledger()
         self._storage: dict[int, Array] = {}
         self._lock = threading.RLock()
 
@@ -48,23 +52,49 @@ class HostMemory:
         with self._lock:
             if self.ledger.live_bytes + nbytes > self.total:
                 raise self._out_of_memory(nbytes, tag)
-            try:
-                raw = np.empty(nbytes + 2 * REDZONE_BYTES + ALIGNMENT, dtype=np.uint8)
-            except MemoryError:
-                raise self._out_of_memory(nbytes, tag) from None
-            start = -(raw.ctypes.data + REDZONE_BYTES) % ALIGNMENT
-            block = raw[start : start + nbytes + 2 * REDZONE_BYTES]
-            ptr = DevicePtr(block.ctypes.data + REDZONE_BYTES)
-            self._storage[int(ptr)] = block
-            self._fill_redzones(block)
-            self.ledger.add(ptr, nbytes, tag)
-            return ptr
+            return self._new_block(self.ledger, nbytes, tag)
+
+    def alloc_pinned(self, nbytes: int) -> tuple[DevicePtr, Array]:
+        """Return the address and the bytes, all zero, of new page-locked memory."""
+        with self._lock:
+            ptr = self._new_block(self.pinned, nbytes, "pinned host memory")
+            array = self.bytes(ptr, nbytes)
+        array.fill(0)
+        return ptr, array
+
+    def _new_block(self, ledger: Ledger, nbytes: int, tag: str) -> DevicePtr:
+        try:
+            raw = np.empty(nbytes + 2 * REDZONE_BYTES + ALIGNMENT, dtype=np.uint8)
+        except (MemoryError, ValueError, OverflowError):  # the latter two when no array can be that large
+            raise self._out_of_memory(nbytes, tag) from None
+        start = -(raw.ctypes.data + REDZONE_BYTES) % ALIGNMENT
+        block = raw[start : start + nbytes + 2 * REDZONE_BYTES]
+        ptr = DevicePtr(block.ctypes.data + REDZONE_BYTES)
+        self._storage[int(ptr)] = block
+        self._fill_redzones(block)
+        ledger.add(ptr, nbytes, tag)
+        return ptr
 
     def free(self, ptr: DevicePtr) -> None:
         """Release the block that starts at ``ptr``."""
+        self._release(self.ledger, ptr)
+
+    def free_pinned(self, ptr: DevicePtr) -> None:
+        """Release page-locked memory."""
+        self._release(self.pinned, ptr)
+
+    def _release(self, ledger: Ledger, ptr: DevicePtr) -> None:
         with self._lock:
-            entry = self.ledger.remove(ptr)
+            entry = ledger.remove(ptr)
             del self._storage[int(entry.ptr)]
+
+    def sweep(self) -> list[Allocation]:
+        """Release every live block that is not page-locked and return what they were."""
+        with self._lock:
+            entries = list(self.ledger)
+            for entry in entries:
+                self.free(entry.ptr)
+        return entries
 
     def bytes(self, ptr: int, nbytes: int) -> Array:
         """Return a writable ``uint8`` view of a span.
@@ -73,7 +103,11 @@ class HostMemory:
         ------
         InvalidPointer
             When no single live block contains the whole span.
+        ValueError
+            When ``nbytes`` is negative.
         """
+        if nbytes < 0:
+            raise ValueError(f"span at {ptr:#x}: expected at least 0 bytes, got {nbytes}")
         with self._lock:
             entry = self._holder(ptr)
             storage = self._storage[int(entry.ptr)]
@@ -85,25 +119,26 @@ class HostMemory:
 
     def _holder(self, address: int) -> Allocation:
         with self._lock:
-            entry = self.ledger.find(address)
+            entry = self.ledger.find(address) or self.pinned.find(address)
         if entry is None:
             raise InvalidPointer(f"expected an address inside a live allocation, got {address:#x}")
         return entry
 
     def view(self, ptr: int, shape: tuple[int, ...], dtype: str, row_stride: int | None = None) -> Array:
         """Return a writable view of a row-major array at ``ptr`` whose rows are ``row_stride`` elements apart."""
+        if row_stride is None:
+            numpy_type = dtypes.NUMPY[dtype]
+            return np.ndarray(shape, numpy_type, self.bytes(ptr, math.prod(shape) * numpy_type.itemsize))
+        inner = tuple(math.prod(shape[axis + 1 :]) for axis in range(1, len(shape)))
+        return self.strided(ptr, shape, dtype, (row_stride, *inner))
+
+    def strided(self, ptr: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...]) -> Array:
+        """Return a writable view whose neighbours along each axis are that axis' stride, in elements, apart."""
         numpy_type = dtypes.NUMPY[dtype]
         size = numpy_type.itemsize
-        row = 1
-        for extent in shape[1:]:
-            row *= extent
-        rows = shape[0] if shape else 1
-        if row_stride is None or row_stride == row or rows <= 1:
-            return self.bytes(ptr, rows * row * size).view(numpy_type).reshape(shape)
-        span = ((rows - 1) * row_stride + row) * size
-        flat = self.bytes(ptr, span).view(numpy_type)
-        inner = flat[:row].reshape(shape[1:]).strides
-        return np.lib.stride_tricks.as_strided(flat, shape, (row_stride * size, *inner))
+        reach = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+        buffer = self.bytes(ptr, (reach + 1) * size if all(shape) else 0)
+        return np.ndarray(shape, numpy_type, buffer, strides=tuple(stride * size for stride in strides))
 
     def gather_rows(
         self, addresses: Array, lengths: Array, *, offset: int, stride: int, width: int, dtype: str
@@ -111,15 +146,16 @@ class HostMemory:
         """See `gpu_runtime.op.DeviceMemory.gather_rows`."""
         last = np.asarray(lengths, dtype=np.int64) - 1
         table = self._row_table(addresses, last, offset, stride, width, dtype)
-        rows = np.minimum(np.arange(int(lengths.max())), last[:, None])
+        size = dtypes.itemsize(dtype)
+        if table is None:  # look every entry up before anything of the table's size is allocated
+            spans = [
+                self.view(int(address) + offset * size, (int(end) + 1, width), dtype, stride)
+                for address, end in zip(addresses, last, strict=True)
+            ]
+        rows = np.minimum(np.arange(int(last.max()) + 1), last[:, None])
         if table is not None:
             return np.asarray(table[0][table[1][:, None] + rows])
-        size = dtypes.itemsize(dtype)
-        spans = [
-            self.view(int(address) + offset * size, (int(end) + 1, width), dtype, stride)[row]
-            for address, end, row in zip(addresses, last, rows, strict=True)
-        ]
-        return np.stack(spans)
+        return np.stack([span[row] for span, row in zip(spans, rows, strict=True)])
 
     def scatter_rows(
         self, addresses: Array, positions: Array, values: Array, *, offset: int, stride: int, dtype: str
@@ -133,7 +169,8 @@ class HostMemory:
             return
         size = dtypes.itemsize(dtype)
         for address, position, row in zip(addresses, where, values, strict=True):
-            self.view(int(address) + (offset + int(position) * stride) * size, (width,), dtype)[...] = row
+            span = self.view(int(address) + offset * size, (int(position) + 1, width), dtype, stride)
+            span[-1] = row
 
     def _row_table(
         self, addresses: Array, last: Array, offset: int, stride: int, width: int, dtype: str
@@ -142,9 +179,19 @@ class HostMemory:
 
         Possible when all addresses lie in one block at a multiple of the row pitch from each other, as the spans of a
         KV pool do; NumPy then gathers all entries in one call. None when they do not.
+
+        Raises
+        ------
+        InvalidPointer
+            When a row is negative, misaligned or outside the block; what None leaves open, the caller's views check.
         """
-        entry = self._holder(int(addresses[0]))
         size = dtypes.itemsize(dtype)
+        if stride < 0 or int(last.min()) < 0 or np.any(addresses % size):
+            raise InvalidPointer(
+                f"address table: expected rows of at least 0, addresses aligned to {size} bytes and a stride of at "
+                f"least 0, got rows from {int(last.min())}, addresses from {int(addresses.min()):#x}, stride {stride}"
+            )
+        entry = self._holder(int(addresses[0]))
         pitch = stride * size
         start = addresses.astype(np.int64) - int(entry.ptr)  # host addresses are below 2**63
         residue = int(start[0]) % pitch if pitch else 0
@@ -152,7 +199,7 @@ class HostMemory:
             return None
         origin = residue + offset * size
         end = int((start + last * pitch).max()) + (offset + width) * size
-        if int(last.min()) < 0 or end > entry.nbytes:
+        if end > entry.nbytes:
             raise InvalidPointer(f"a row of an address table ends {end - entry.nbytes:,} bytes past {entry}")
         count = (entry.nbytes - origin - width * size) // pitch + 1
         return self.view(int(entry.ptr) + origin, (count, width), dtype, stride), start // pitch
@@ -208,7 +255,7 @@ def as_bytes(name: str, buffer: Any, *, writable: bool) -> Array:
     if isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
             raise ValueError(f"{name}: expected a C-contiguous array, got strides {buffer.strides}")
-        flat = buffer.reshape(-1).view(np.uint8)
+        flat = np.asarray(buffer).reshape(-1).view(np.uint8)
     else:
         try:
             view = memoryview(buffer)

@@ -5,26 +5,29 @@ from __future__ import annotations
 
 import itertools
 import threading
+from typing import ClassVar
 
+from gpu_runtime import checks
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.host.streams import Capture, Graph, HostEvent, HostStream, Order, Work
 from gpu_runtime.streams import DEFAULT_STREAM, LEGACY_STREAM, PER_THREAD_STREAM, StreamLike, stream_handle
 
-_FIRST_HANDLE = 0x100  # clear of 0, 1 and 2, which have a meaning of their own
-
 
 class StreamCalls(GpuBackend):
     """Streams and events by handle; work goes to the order, or to the capture that the stream belongs to."""
 
+    # From 0x100, clear of 0, 1 and 2, which have a meaning of their own. One count for the process, as a driver has, so
+    # that a handle of one backend means nothing to another.
+    _handles: ClassVar[itertools.count[int]] = itertools.count(0x100)
+
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._handles = itertools.count(_FIRST_HANDLE)
         self._lock = threading.RLock()
         self._closed = False
-        default = HostStream(next(self._handles))
+        default = HostStream(next(self._handles), owned=True)
         self._default = default.handle
-        self._streams = {default.handle: default, LEGACY_STREAM: HostStream(LEGACY_STREAM)}
+        self._streams = {default.handle: default, LEGACY_STREAM: HostStream(LEGACY_STREAM, owned=True)}
         self._per_thread = threading.local()
         self._events: dict[int, HostEvent] = {}
         self._graphs: dict[int, Graph] = {}
@@ -45,15 +48,16 @@ class StreamCalls(GpuBackend):
 
     def _thread_stream(self) -> int:
         handle: int | None = getattr(self._per_thread, "handle", None)
-        if handle is None or handle not in self._streams:
-            handle = self._per_thread.handle = self.create_stream()
+        if handle is None:
+            handle = self._per_thread.handle = self._add_stream(owned=True)
         return handle
 
     def _event(self, event: int) -> HostEvent:
         self._check_open()
-        found = self._events.get(event)
+        handle = checks.integer("event", event)
+        found = self._events.get(handle)
         if found is None:
-            raise DeviceError(f"event: expected a live event of this backend, got {event:#x}")
+            raise DeviceError(f"event: expected a live event of this backend, got {handle:#x}")
         return found
 
     def _enqueue(self, stream: HostStream, work: Work) -> None:
@@ -74,18 +78,22 @@ class StreamCalls(GpuBackend):
 
     def create_stream(self) -> int:
         self._check_open()
+        return self._add_stream(owned=False)
+
+    def _add_stream(self, *, owned: bool) -> int:
+        stream = HostStream(next(self._handles), owned)
         with self._lock:
-            stream = HostStream(next(self._handles))
             self._streams[stream.handle] = stream
         return stream.handle
 
     def destroy_stream(self, stream: int) -> None:
         found = self._stream(stream)
-        if found.handle in (self._default, LEGACY_STREAM):
+        if found.owned:
             raise DeviceError("destroy_stream: expected a stream made by create_stream, got one that the backend owns")
         self._refuse_capture(found, "destroy_stream")
         self._order.drain(found)
-        del self._streams[found.handle]
+        with self._lock:
+            self._streams.pop(found.handle, None)
 
     def synchronize(self, stream: StreamLike = 0) -> None:
         found = self._stream(stream)
@@ -107,13 +115,17 @@ class StreamCalls(GpuBackend):
                 return
             found.capture = None
             found.pending += 1
-        self._order.submit(on, found.reach)
+        self._order.submit(on, lambda: self._reach(found))
+
+    def _reach(self, event: HostEvent) -> None:
+        with self._lock:
+            event.reach()
 
     def stream_wait_event(self, stream: StreamLike, event: int) -> None:
         on, found = self._stream(stream), self._event(event)
         with self._lock:
             if found.capture is None:
-                if on.capture is not None and found.pending:
+                if on.capture is not None and found.recorded:
                     raise DeviceError("stream_wait_event: a capture cannot wait for work outside it")
                 return  # the order in which work is enqueued already puts it behind the event
             if found.capture.graph.ended:
@@ -145,11 +157,15 @@ class StreamCalls(GpuBackend):
             raise DeviceError(f"{call}: the event was recorded in a capture; it has no time of its own")
 
     def event_elapsed_ms(self, start: int, end: int) -> float:
-        return self._event(start).elapsed_ms(self._event(end))
+        first, last = self._event(start), self._event(end)
+        for event in (first, last):
+            self._refuse_captured_event(event, "event_elapsed_ms")
+        return first.elapsed_ms(last)
 
     def destroy_event(self, event: int) -> None:
         self._event(event)
-        del self._events[event]
+        with self._lock:
+            self._events.pop(event, None)
 
     def begin_capture(self, stream: StreamLike = 0) -> None:
         found = self._stream(stream)
@@ -178,24 +194,28 @@ class StreamCalls(GpuBackend):
 
     def launch_graph(self, graph: int, stream: StreamLike = 0) -> None:
         on = self._stream(stream)
-        found = self._graphs.get(graph)
+        handle = checks.integer("graph", graph)
+        found = self._graphs.get(handle)
         if found is None:
-            raise DeviceError(f"launch_graph: expected a live graph of this backend, got {graph:#x}")
+            raise DeviceError(f"launch_graph: expected a live graph of this backend, got {handle:#x}")
         self._enqueue(on, found.replay)
 
     def destroy_graph(self, graph: int) -> None:
         self._check_open()
-        if self._graphs.pop(graph, None) is None:
-            raise DeviceError(f"destroy_graph: expected a live graph of this backend, got {graph:#x}")
+        handle = checks.integer("graph", graph)
+        if self._graphs.pop(handle, None) is None:
+            raise DeviceError(f"destroy_graph: expected a live graph of this backend, got {handle:#x}")
 
     def stream_is_capturing(self, stream: StreamLike = 0) -> bool:
         return self._stream(stream).capture is not None
 
     def abort_capture_if_active(self, stream: StreamLike = 0) -> bool:
-        found = self._stream(stream)
+        return self._drop_capture(self._stream(stream))
+
+    def _drop_capture(self, stream: HostStream) -> bool:
         with self._lock:
-            if found.capture is None:
+            if stream.capture is None:
                 return False
-            found.capture.graph.ended = True
-            found.capture.release()
+            stream.capture.graph.ended = True
+            stream.capture.release()
         return True

@@ -90,9 +90,10 @@ class Capture:
 
 @dataclass(eq=False, slots=True)
 class HostStream:
-    """One stream. ``lock`` keeps work from several threads one at a time."""
+    """One stream. ``lock`` keeps work from several threads one at a time. One ``owned`` by the backend stays."""
 
     handle: int
+    owned: bool = False
     capture: Capture | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -107,8 +108,13 @@ class HostEvent:
     capture: Capture | None = None
     clock: Clock = field(default_factory=dict)
 
+    @property
+    def recorded(self) -> bool:
+        """Whether it was last recorded outside a capture."""
+        return self.capture is None and (self.pending > 0 or self.reached_at is not None)
+
     def reach(self) -> None:
-        """Note that the stream got here."""
+        """Note that the stream got here. The caller serialises it with recording."""
         self.reached_at = time.perf_counter()
         self.pending -= 1
 

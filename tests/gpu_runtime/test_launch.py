@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Launches: what reaches a kernel, and what is refused before it is enqueued."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gpu_runtime import InvalidPointer, KernelHandle, UnknownKernel
+from gpu_runtime.host import HostBackend
+from gpu_runtime.launch import check_arguments, check_geometry
+from gpu_runtime.limits import MINIMUM
+from gpu_runtime.op import EXACT, Op, OpRegistry, OpSpec, scalar, tensor
+from gpu_runtime.op import REGISTRY as PROCESS_REGISTRY
+from tests.gpu_runtime import toy
+from tests.gpu_runtime.toy import launch, values
+from tests.ops.harness import download, upload
+
+X = np.array([1.0, 2.0, 3.0, 4.0], dtype=np.float32)
+
+
+@pytest.fixture
+def pair(gpu: HostBackend) -> tuple[int, int]:
+    return upload(gpu, X), upload(gpu, np.zeros_like(X))
+
+
+def test_runs_the_reference(gpu: HostBackend, pair: tuple[int, int]) -> None:
+    launch(gpu, values(*pair))
+    assert download(gpu, pair[1], X).tolist() == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int16, np.int32, np.int64])
+def test_takes_numpy_numbers(gpu: HostBackend, pair: tuple[int, int], kind: Any) -> None:
+    arguments = values(*map(np.uint64, pair), rows=kind(1), width=kind(4), factor=np.float64(0.5))
+    grid: Any = (kind(1), kind(1))
+    block: Any = kind(32)
+    gpu.launch(gpu.kernel("toy", "toy_f32"), grid, block, kind(0), 0, arguments)
+    assert download(gpu, pair[1], X).tolist() == [0.5, 1, 1.5, 2]
+
+
+def test_optional_pointer(gpu: HostBackend, pair: tuple[int, int]) -> None:
+    launch(gpu, values(*pair, bias=upload(gpu, X)))
+    assert download(gpu, pair[1], X).tolist() == [3, 6, 9, 12]
+
+
+def test_rows_are_strided(gpu: HostBackend) -> None:
+    x = np.arange(15, dtype=np.float32).reshape(3, 5)
+    source, target = upload(gpu, x), upload(gpu, np.full((3, 7), -1, dtype=np.float32))
+    launch(gpu, values(source, target, rows=3, x_stride=5, out_stride=7))
+    result = download(gpu, target, np.empty((3, 7), dtype=np.float32))
+    assert np.array_equal(result[:, :4], 2 * x[:, :4])
+    assert (result[:, 4:] == -1).all(), "padding is not touched"
+
+
+def test_an_input_row_may_be_read_again(gpu: HostBackend, pair: tuple[int, int]) -> None:
+    target = gpu.alloc(48)
+    launch(gpu, values(pair[0], target, rows=3, x_stride=0))
+    assert download(gpu, target, np.empty((3, 4), dtype=np.float32)).tolist() == [[2, 4, 6, 8]] * 3
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_entry_decides_the_element_type(gpu: HostBackend, dtype: str) -> None:
+    x = X.astype({"f16": np.float16, "bf16": ml_dtypes.bfloat16}[dtype])
+    source, target = upload(gpu, x), upload(gpu, np.zeros_like(x))
+    gpu.launch(gpu.kernel("toy", f"toy_{dtype}"), (1,), (32,), 0, 0, values(source, target))
+    assert download(gpu, target, x).astype(np.float32).tolist() == [2, 4, 6, 8]
+
+
+def test_op_plans_and_launches(gpu: HostBackend, pair: tuple[int, int]) -> None:
+    with gpu.launch_trace() as trace:
+        toy.OP.launch(gpu, "f32", values(*pair))
+    (record,) = trace
+    assert (record.kind, record.name, record.grid, record.block) == ("kernel", "toy_f32", (1, 1, 1), (32, 1, 1))
+
+
+@pytest.mark.parametrize("wrong", [[], [1] * 9, values(0, 0, rows=1.5), values(0, 0, rows="1")])
+def test_op_names_a_wrong_argument(gpu: HostBackend, wrong: list[Any]) -> None:
+    with pytest.raises(TypeError, match="toy: "):
+        toy.OP.launch(gpu, "f32", wrong)
+
+
+def test_op_without_a_plan(gpu: HostBackend) -> None:
+    op = Op(toy.SPEC, toy.reference, toy.make_inputs, ())
+    with pytest.raises(UnknownKernel, match="neither a launch plan nor a library call"):
+        op.launch(gpu, "f32", values(0, 0))
+
+
+def test_inputs_are_read_only_in_a_kernel(gpu: HostBackend, pair: tuple[int, int]) -> None:
+    def scribble(*, x: Any, **_: Any) -> None:
+        x[...] = 0
+
+    ops = OpRegistry()
+    ops.register(Op(toy.SPEC, scribble, toy.make_inputs, (), plan=toy.plan))
+    with HostBackend(ops=ops) as other:
+        ptrs = upload(other, X), upload(other, X)
+        with pytest.raises(ValueError, match="read-only"):
+            launch(other, values(*ptrs))
+        for ptr in ptrs:
+            other.free(ptr)
+
+
+@pytest.mark.parametrize("factor", [0.1, 1e-8, math.inf, -math.inf, 7])
+def test_scalars_arrive_as_float32(factor: float) -> None:
+    assert check_arguments(toy.SPEC, "f32", values(16, 32, factor=factor))[-1] == float(np.float32(factor))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"x": True}, TypeError),
+        ({"x": None}, TypeError),
+        ({"x": 16.0}, TypeError),
+        ({"x": "16"}, TypeError),
+        ({"x": 0}, ValueError),
+        ({"x": -16}, ValueError),
+        ({"x": 1 << 64}, ValueError),
+        ({"x": 18}, ValueError),
+        ({"bias": 3}, ValueError),
+        ({"bias": False}, TypeError),
+        ({"rows": 1.0}, TypeError),
+        ({"rows": None}, TypeError),
+        ({"rows": 1 << 31}, ValueError),
+        ({"rows": -1}, ValueError),
+        ({"width": -(1 << 31) - 1}, ValueError),
+        ({"width": -4}, ValueError),
+        ({"x_stride": 1 << 63}, ValueError),
+        ({"x_stride": -4}, ValueError),
+        ({"out_stride": -4}, ValueError),
+        ({"out_stride": 3}, ValueError),
+        ({"factor": 1e39}, ValueError),
+        ({"factor": True}, TypeError),
+        ({"factor": "2"}, TypeError),
+        ({"factor": None}, TypeError),
+        ({"factor": 1j}, TypeError),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked(gpu: HostBackend, change: dict[str, Any], error: type[Exception]) -> None:
+    x, out = upload(gpu, np.zeros(4096, dtype=np.float32)), upload(gpu, X)
+    with gpu.launch_trace() as trace, pytest.raises(error, match="toy: "):
+        launch(gpu, values(**({"x": x, "out": out} | change)))
+    assert trace == []
+    assert np.array_equal(download(gpu, out, X), X)
+
+
+def test_extents_do_not_wrap(gpu: HostBackend, pair: tuple[int, int]) -> None:
+    """2**30 rows of 2**30 elements: the span is past 64 bits."""
+    with pytest.raises(InvalidPointer, match="toy: x: span of"):
+        launch(gpu, values(*pair, rows=1 << 30, width=1 << 30, x_stride=1 << 30, out_stride=1 << 30))
+
+
+@pytest.mark.parametrize("which", ["x", "bias", "out"])
+def test_spans_stay_inside_a_block(gpu: HostBackend, pair: tuple[int, int], which: str) -> None:
+    pointers = {"x": pair[0], "out": pair[1]} | {which: upload(gpu, X) + 4}
+    with gpu.launch_trace() as trace, pytest.raises(InvalidPointer, match=f"toy: {which}: span of 16 bytes .* 4 bytes"):
+        launch(gpu, values(**pointers))
+    assert trace == []
+
+
+def test_the_last_row_needs_no_padding(gpu: HostBackend) -> None:
+    x = upload(gpu, np.ones(9, dtype=np.float32))
+    launch(gpu, values(x, upload(gpu, np.zeros(8, np.float32)), rows=2, x_stride=5))
+    with pytest.raises(InvalidPointer):
+        launch(gpu, values(x, upload(gpu, np.zeros(8, np.float32)), rows=2, x_stride=6))
+
+
+def test_a_named_alias_may_share_memory(gpu: HostBackend, pair: tuple[int, int]) -> None:
+    launch(gpu, values(pair[0], pair[0]))
+    assert download(gpu, pair[0], X).tolist() == [2, 4, 6, 8]
+
+
+def test_other_overlaps_are_refused(gpu: HostBackend, pair: tuple[int, int]) -> None:
+    x = upload(gpu, np.zeros(8, dtype=np.float32))
+    with pytest.raises(ValueError, match="toy: out: expected memory apart from x"):
+        launch(gpu, values(x, x + 4))
+    with pytest.raises(ValueError, match="toy: out: expected memory apart from bias"):
+        launch(gpu, values(x, pair[1], bias=pair[1]))
+
+
+def test_interleaved_rows_do_not_overlap(gpu: HostBackend) -> None:
+    x = np.zeros((3, 8), dtype=np.float32)
+    x[:, :4] = 5
+    ptr = upload(gpu, x)
+    launch(gpu, values(ptr, ptr + 16, rows=3, x_stride=8, out_stride=8))
+    assert (download(gpu, ptr, x)[:, 4:] == 10).all()
+    with pytest.raises(ValueError, match="apart from x"):
+        launch(gpu, values(ptr, ptr + 12, rows=3, x_stride=8, out_stride=8))
+
+
+@pytest.mark.parametrize("count", [0, 7, 9])
+def test_the_count_of_arguments_is_checked(gpu: HostBackend, count: int) -> None:
+    with pytest.raises(TypeError, match=r"toy: expected 8 arguments \(x, bias, out"):
+        launch(gpu, [1] * count)
+
+
+@pytest.mark.parametrize("axes", [1, (1,), [1, 1], (1, 1, 1), (65535, 65535), ((1 << 31) - 1, 1, 65535)])
+def test_grids(axes: Any) -> None:
+    grid, block = check_geometry(axes, 32, 0, MINIMUM)
+    assert grid == (*(axes if isinstance(axes, tuple | list) else (axes,)), 1, 1)[:3]
+    assert block == (32, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "shared", "match"),
+    [
+        (0, 32, 0, "grid"),
+        (-1, 32, 0, "grid"),
+        ((), 32, 0, "grid"),
+        ((1, 1, 1, 1), 32, 0, "grid"),
+        ((1, 65536), 32, 0, "grid"),
+        (1 << 31, 32, 0, "grid"),
+        (1, 0, 0, "block"),
+        (1, 1025, 0, "block"),
+        (1, (32, 33), 0, "block: expected at most 1024 threads"),
+        (1, (1, 1, 65), 0, "block"),
+        (1, 32, -1, "shared_mem"),
+        (1, 32, MINIMUM.max_shared_bytes + 1, "shared_mem"),
+    ],
+)
+def test_geometry_past_a_limit(gpu: HostBackend, grid: Any, block: Any, shared: int, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        gpu.launch(gpu.kernel("toy", "toy_f32"), grid, block, shared, 0, values(16, 32))
+
+
+@pytest.mark.parametrize("wrong", [1.0, (1, 2.0), "1", None, True, (True,), {1}, np.float32(1)])
+def test_geometry_of_another_type(gpu: HostBackend, wrong: Any) -> None:
+    handle = gpu.kernel("toy", "toy_f32")
+    for grid, block, match in ((wrong, 32, "grid"), (1, wrong, "block")):
+        with pytest.raises(TypeError, match=f"{match}: expected an integer"):
+            gpu.launch(handle, grid, block, 0, 0, values(16, 32))
+    if not isinstance(wrong, tuple | set):
+        with pytest.raises(TypeError, match="shared_mem: expected an integer"):
+            gpu.launch(handle, 1, 32, wrong, 0, values(16, 32))
+
+
+def test_modules_and_entries(gpu: HostBackend) -> None:
+    assert gpu.has_module("toy")
+    assert not gpu.has_module("other")
+    assert gpu.kernel("toy", "toy_bf16") == KernelHandle("toy", "toy_bf16")
+    with pytest.raises(UnknownKernel, match="no module 'other'; registered: toy"):
+        gpu.kernel("other", "toy_f32")
+    with pytest.raises(UnknownKernel, match="no entry 'toy'; it has toy_f32, toy_f16, toy_bf16"):
+        gpu.kernel("toy", "toy")
+    with pytest.raises(LookupError):
+        gpu.launch(KernelHandle("toy", "toy_f64"), 1, 32, 0, 0, values(16, 32))
+
+
+@pytest.mark.parametrize("handle", [None, "toy_f32", ("toy", "toy_f32"), toy.OP])
+def test_a_handle_is_what_kernel_returned(gpu: HostBackend, handle: Any) -> None:
+    with pytest.raises(TypeError, match="handle"):
+        gpu.launch(handle, 1, 32, 0, 0, values(16, 32))
+
+
+def test_registry() -> None:
+    ops = OpRegistry()
+    op = ops.register(toy.OP)
+    assert list(ops) == [op]
+    with pytest.raises(ValueError, match="registered already"):
+        ops.register(op)
+    ops.unregister("toy")
+    assert "toy" not in ops
+    with pytest.raises(UnknownKernel, match="registered: none"):
+        ops.find("toy", "toy_f32")
+    with pytest.raises(UnknownKernel, match="expected a dtype of"):
+        op.spec.entry("f64")
+
+
+def test_the_process_registry_is_the_default() -> None:
+    assert "toy" not in PROCESS_REGISTRY
+    with HostBackend() as gpu:
+        assert not gpu.has_module("toy")
+
+
+def test_extents_may_be_products() -> None:
+    spec = OpSpec("sizes", (tensor("x", "in", "T", "a*b", 3, "c"), *(scalar(n, "i32") for n in "abc")), EXACT)
+    assert spec.args[0].sizes(spec.dims([16, 4, 5, 6])) == (20, 3, 6)
+
+
+def test_debug_sync_waits_for_each_kernel(gpu: HostBackend, pair: tuple[int, int]) -> None:
+    assert gpu.debug_sync_kernels is False
+    gpu.debug_sync_kernels = True
+    assert gpu.debug_sync_kernels is True
+    launch(gpu, values(*pair))
+    gpu.begin_capture()
+    launch(gpu, values(*pair))  # in a capture there is nothing to wait for
+    gpu.destroy_graph(gpu.end_capture())
+
+
+def test_traces_nest_and_end(gpu: HostBackend, pair: tuple[int, int]) -> None:
+    with gpu.launch_trace() as outer:
+        launch(gpu, values(*pair))
+        with gpu.launch_trace() as inner:
+            launch(gpu, values(*pair))
+        launch(gpu, values(*pair))
+    launch(gpu, values(*pair))
+    assert (len(outer), len(inner)) == (3, 1)

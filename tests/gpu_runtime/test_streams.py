@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Streams and events."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu_runtime.errors import DeviceError
+from gpu_runtime.host import HostBackend
+from gpu_runtime.host.streams import HostStream, InOrder, Work
+from tests.gpu_runtime.toy import FAIL, launch, values
+from tests.ops.harness import upload
+
+
+class Late:
+    """Runs a stream's work when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.queues: dict[HostStream, list[Work]] = {}
+
+    def submit(self, stream: HostStream, work: Work) -> None:
+        self.queues.setdefault(stream, []).append(work)
+
+    def drain(self, stream: HostStream) -> None:
+        for work in self.queues.pop(stream, []):
+            work()
+
+
+def test_default_stream_has_a_handle_of_its_own(gpu: HostBackend) -> None:
+    default = gpu.default_stream()
+    assert default == gpu.default_stream()
+    assert default not in (0, 1, 2)
+    assert default != gpu.create_stream()
+    gpu.synchronize()
+    gpu.synchronize(default)
+
+
+def test_streams_live_until_they_are_destroyed(gpu: HostBackend) -> None:
+    streams = [gpu.create_stream() for _ in range(3)]
+    assert len(set(streams)) == 3
+    gpu.destroy_stream(streams[1])
+    for call in (gpu.destroy_stream, gpu.synchronize, gpu.stream_is_capturing, gpu.begin_capture):
+        with pytest.raises(DeviceError, match="expected a live stream"):
+            call(streams[1])
+    gpu.synchronize(streams[0])
+    gpu.synchronize(streams[2])
+
+
+def test_streams_that_the_backend_owns_cannot_be_destroyed(gpu: HostBackend) -> None:
+    ptr = gpu.alloc(8)
+    with gpu.launch_trace() as trace:
+        gpu.memset_async(ptr, 0, 8, 2)
+    for stream in (0, 1, 2, gpu.default_stream(), trace[0].stream):
+        with pytest.raises(DeviceError, match="one that the backend owns"):
+            gpu.destroy_stream(stream)
+        gpu.synchronize(stream)
+
+
+def test_each_thread_has_its_own_per_thread_stream(gpu: HostBackend) -> None:
+    ptr = gpu.alloc(8)
+    with gpu.launch_trace() as trace:
+        for _ in range(2):
+            gpu.memset_async(ptr, 0, 8, 2)
+        thread = threading.Thread(target=gpu.memset_async, args=(ptr, 0, 8, 2))
+        thread.start()
+        thread.join()
+    first, second, other = (record.stream for record in trace)
+    assert first == second != other
+
+
+def test_handles_of_another_backend_mean_nothing(gpu: HostBackend) -> None:
+    with HostBackend() as other:
+        stream, event = other.create_stream(), other.create_event()
+        with pytest.raises(DeviceError, match="live stream"):
+            gpu.synchronize(stream)
+        with pytest.raises(DeviceError, match="live event"):
+            gpu.record_event(event)
+        with pytest.raises(DeviceError, match="live stream"):
+            gpu.synchronize(other.default_stream())
+
+
+def test_events(gpu: HostBackend) -> None:
+    stream, event = gpu.create_stream(), gpu.create_event()
+    assert gpu.event_query(event), "never recorded"
+    gpu.event_synchronize(event)
+    gpu.stream_wait_event(0, event)
+    gpu.record_event(event, stream)
+    gpu.stream_wait_event(0, event)
+    gpu.event_synchronize(event)
+    assert gpu.event_query(event)
+    gpu.destroy_event(event)
+    calls: list[Any] = [gpu.record_event, gpu.event_query, gpu.event_synchronize, gpu.destroy_event]
+    for call in (*calls, lambda event: gpu.stream_wait_event(0, event)):
+        with pytest.raises(DeviceError, match="expected a live event"):
+            call(event)
+
+
+def test_elapsed(gpu: HostBackend) -> None:
+    start, end = gpu.create_event(timing=True), gpu.create_event(timing=True)
+    with pytest.raises(DeviceError, match="recorded and reached"):
+        gpu.event_elapsed_ms(start, end)
+    gpu.record_event(start)
+    with pytest.raises(DeviceError, match="recorded and reached"):
+        gpu.event_elapsed_ms(start, end)
+    gpu.record_event(end)
+    assert gpu.event_elapsed_ms(start, end) >= 0
+    assert gpu.event_elapsed_ms(start, start) == 0
+    assert gpu.event_elapsed_ms(end, start) == -gpu.event_elapsed_ms(start, end)
+
+
+def test_elapsed_needs_timing(gpu: HostBackend) -> None:
+    start, end = gpu.create_event(timing=True), gpu.create_event()
+    gpu.record_event(start)
+    gpu.record_event(end)
+    with pytest.raises(DeviceError, match="timing=True"):
+        gpu.event_elapsed_ms(start, end)
+
+
+@pytest.mark.parametrize("handle", [None, "7", 1.0, True, [1]])
+def test_handles_are_integers(gpu: HostBackend, handle: Any) -> None:
+    calls = (gpu.record_event, gpu.event_query, gpu.destroy_event, gpu.launch_graph, gpu.destroy_graph)
+    for call in calls:
+        with pytest.raises(TypeError, match="expected an integer"):
+            call(handle)
+    for stream_call in (gpu.destroy_stream, gpu.synchronize, gpu.end_capture):
+        with pytest.raises(TypeError, match="stream: expected"):
+            stream_call(handle)
+
+
+def test_kinds_of_handles_are_told_apart(gpu: HostBackend) -> None:
+    stream, event = gpu.create_stream(), gpu.create_event()
+    with pytest.raises(DeviceError):
+        gpu.destroy_event(stream)
+    with pytest.raises(DeviceError):
+        gpu.destroy_stream(event)
+    with pytest.raises(DeviceError):
+        gpu.launch_graph(event)
+
+
+def test_a_kernel_that_fails_leaves_the_stream_usable(gpu: HostBackend) -> None:
+    ptr = upload(gpu, np.ones(4, dtype=np.float32))
+    with pytest.raises(DeviceError, match="failed as asked"):
+        launch(gpu, values(ptr, ptr, factor=FAIL))
+    launch(gpu, values(ptr, ptr))
+    gpu.synchronize()
+
+
+def test_work_that_runs_later() -> None:
+    """With an order that puts work off, the waiting calls are what makes it run."""
+    order = Late()
+    with HostBackend(memory_limit=4096, order=order) as gpu:
+        ptr, target = gpu.alloc(4), bytearray(4)
+        stream, event = gpu.create_stream(), gpu.create_event()
+        gpu.memset_async(ptr, 7, 4, stream)
+        gpu.copy_d2h_async(ptr, target, stream)
+        gpu.record_event(event, stream)
+        assert not gpu.event_query(event)
+        assert target == bytes(4)
+        gpu.event_synchronize(event)
+        assert gpu.event_query(event)
+        assert target == b"\x07" * 4
+        gpu.memset_async(ptr, 9, 4, stream)
+        gpu.copy_d2h_on_stream(ptr, target, stream)
+        assert target == b"\x09" * 4
+        gpu.memset_async(ptr, 1, 4)
+        gpu.copy_d2h(ptr, target)
+        assert target == b"\x01" * 4
+        gpu.memset_async(ptr, 2, 4, stream)
+        gpu.destroy_stream(stream)
+        gpu.copy_d2h(ptr, target)
+        assert target == b"\x02" * 4
+        gpu.free(ptr)
+    assert order.queues == {}
+
+
+def test_close_finishes_the_work() -> None:
+    gpu = HostBackend(memory_limit=4096, order=Late())
+    ptr, target, stream = gpu.alloc(4), bytearray(4), gpu.create_stream()
+    gpu.memset_async(ptr, 7, 4, stream)
+    gpu.copy_d2h_async(ptr, target, stream)
+    gpu.close()
+    assert target == b"\x07" * 4
+
+
+def test_in_order_keeps_one_stream_to_one_thread_at_a_time() -> None:
+    stream, order, inside, peak = HostStream(0x100), InOrder(), 0, 0
+
+    def work() -> None:
+        nonlocal inside, peak
+        inside += 1
+        peak = max(peak, inside)
+        threading.Event().wait(0.001)
+        inside -= 1
+
+    threads = [threading.Thread(target=order.submit, args=(stream, work)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert peak == 1

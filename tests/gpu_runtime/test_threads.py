@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Many threads on one backend."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from gpu_runtime.errors import DeviceError, InvalidPointer
+from gpu_runtime.host import HostBackend
+from tests.gpu_runtime.toy import launch, values
+from tests.ops.harness import download, upload
+
+THREADS = 8
+
+
+@pytest.fixture(autouse=True)
+def switch_often() -> Iterator[None]:
+    """Change threads every few bytecodes, so that a missing lock shows."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def hammer(work: Callable[[int], None]) -> None:
+    """Run ``work(index)`` in all threads at once and raise what any of them raised."""
+    barrier = threading.Barrier(THREADS)
+
+    def run(index: int) -> None:
+        barrier.wait()
+        work(index)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(run, range(THREADS)))
+
+
+def test_alloc_copy_free(gpu: HostBackend) -> None:
+    def work(index: int) -> None:
+        rng = np.random.default_rng(index)
+        for _ in range(40):
+            data = rng.integers(0, 256, int(rng.integers(1, 3000)), dtype=np.uint8)
+            ptr = gpu.alloc(data.nbytes, tag=f"thread {index}")
+            gpu.copy_h2d(data, ptr)
+            assert np.array_equal(download(gpu, ptr, data), data)
+            gpu.free(ptr)
+
+    hammer(work)
+    assert (gpu.live_bytes(), gpu.live_alloc_count(), gpu.free_memory()) == (0, 0, 1 << 20)
+    assert gpu.scan_redzones() == []
+
+
+def test_separate_streams(gpu: HostBackend) -> None:
+    ptrs = [upload(gpu, np.ones(4, dtype=np.float32)) for _ in range(THREADS)]
+
+    def work(index: int) -> None:
+        stream, event = gpu.create_stream(), gpu.create_event()
+        for _ in range(20):
+            launch(gpu, values(ptrs[index], ptrs[index]), stream)
+            gpu.record_event(event, stream)
+            gpu.stream_wait_event(0, event)
+            gpu.event_synchronize(event)
+        gpu.destroy_event(event)
+        gpu.destroy_stream(stream)
+
+    hammer(work)
+    for ptr in ptrs:
+        assert (download(gpu, ptr, np.empty(4, np.float32)) == 2.0**20).all()
+
+
+def test_one_stream(gpu: HostBackend) -> None:
+    ptr = upload(gpu, np.ones(4, dtype=np.float32))
+
+    def work(_: int) -> None:
+        for _ in range(10):
+            launch(gpu, values(ptr, ptr))
+
+    hammer(work)
+    assert (download(gpu, ptr, np.empty(4, np.float32)) == 2.0 ** (10 * THREADS)).all()
+
+
+def test_captures_in_each_thread(gpu: HostBackend) -> None:
+    ptrs = [upload(gpu, np.ones(4, dtype=np.float32)) for _ in range(THREADS)]
+
+    def work(index: int) -> None:
+        for _ in range(10):
+            gpu.begin_capture(2)
+            launch(gpu, values(ptrs[index], ptrs[index]), 2)
+            graph = gpu.end_capture(2)
+            gpu.launch_graph(graph)
+            gpu.destroy_graph(graph)
+
+    hammer(work)
+    for ptr in ptrs:
+        assert (download(gpu, ptr, np.empty(4, np.float32)) == 2.0**10).all()
+
+
+def test_one_event(gpu: HostBackend) -> None:
+    """Recorded by all threads at once, it is reached as often as it was recorded."""
+    event = gpu.create_event()
+
+    def work(index: int) -> None:
+        stream = gpu.create_stream()
+        for _ in range(300):
+            gpu.record_event(event, stream)
+
+    hammer(work)
+    assert gpu.event_query(event)
+
+
+def test_traces(gpu: HostBackend) -> None:
+    """Traces that open and close in other threads lose nothing of this one."""
+    ptr = gpu.alloc(8)
+
+    def work(index: int) -> None:
+        for _ in range(50):
+            with gpu.launch_trace() as trace:
+                gpu.memset_async(ptr, index, 1 + index)
+            assert 1 + index in {record.nbytes for record in trace}
+
+    with gpu.launch_trace() as whole:
+        hammer(work)
+    assert len(whole) == 50 * THREADS
+    with gpu.launch_trace() as after:
+        gpu.synchronize()
+    assert after == []
+
+
+def test_one_thread_alone_frees(gpu: HostBackend) -> None:
+    """Each handle is destroyed once; the others get the error for a dead one, never a KeyError."""
+    ptr, stream, event, pinned = gpu.alloc(8), gpu.create_stream(), gpu.create_event(), gpu.alloc_host_pinned(8)
+    freed: list[str] = []
+
+    def work(index: int) -> None:
+        calls: dict[str, Callable[[], None]] = {
+            "block": lambda: gpu.free(ptr),
+            "pinned": lambda: gpu.free_host_pinned(pinned),
+            "event": lambda: gpu.destroy_event(event),
+            "stream": lambda: gpu.destroy_stream(stream),
+        }
+        for name, call in calls.items():
+            try:
+                call()
+            except (InvalidPointer, DeviceError):
+                continue
+            freed.append(name)
+
+    hammer(work)
+    assert freed.count("block") == freed.count("pinned") == 1
+    assert {"event", "stream"} <= set(freed)
+
+
+def test_sweep_and_close_beside_other_calls() -> None:
+    for _ in range(5):
+        gpu = HostBackend(memory_limit=1 << 20)
+
+        def work(index: int, gpu: HostBackend = gpu) -> None:
+            try:
+                for _ in range(20):
+                    ptr = gpu.alloc(64)
+                    gpu.sweep_unreleased()
+                    gpu.memset_async(ptr, 0, 8)
+            except (InvalidPointer, DeviceError):
+                pass
+            if index == 3:
+                gpu.close()
+
+        hammer(work)
+        with pytest.raises(DeviceError, match="closed"):
+            gpu.alloc(8)
