@@ -8,7 +8,8 @@ host backend runs the op's NumPy reference on views that the spec describes. Nei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
@@ -150,6 +151,11 @@ class OpSpec:
     aliases: tuple[tuple[str, str], ...] = ()
     indirect: bool = False
     library: bool = False
+    _integers: tuple[tuple[int, str], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        places = [(i, arg.name) for i, arg in enumerate(self.args) if arg.role == "scalar" and arg.dtype != "f32"]
+        object.__setattr__(self, "_integers", tuple(places))
 
     def entry(self, dtype: str) -> str:
         """Return the entry point's name for an element type.
@@ -163,22 +169,23 @@ class OpSpec:
             raise UnknownKernel(f"{self.name}: expected a dtype of {', '.join(self.dtypes)}, got {dtype!r}")
         return f"{self.name}_{dtype}"
 
-    def dims(self, values: Sequence[Any]) -> dict[str, int]:
-        """Return the integer scalar parameters by name.
-
-        Raises
-        ------
-        TypeError
-            When the count of values is wrong or one of these is not an integer.
-        """
+    def integers(self, values: Sequence[Any]) -> list[Any]:
+        """Return the values of the integer scalar parameters, as they are. TypeError when the count is wrong."""
         if len(values) != len(self.args):
             names = ", ".join(arg.name for arg in self.args)
             raise TypeError(f"{self.name}: expected {len(self.args)} arguments ({names}), got {len(values)}")
+        return [values[place] for place, _ in self._integers]
+
+    def dims_of(self, integers: Sequence[Any]) -> dict[str, int]:
+        """Return the integer scalar parameters by name. TypeError when one is not an integer."""
         return {
-            arg.name: checks.integer(f"{self.name}: {arg.name}", value)
-            for arg, value in zip(self.args, values, strict=True)
-            if arg.role == "scalar" and arg.dtype != "f32"
+            name: checks.integer(f"{self.name}: {name}", value)
+            for (_, name), value in zip(self._integers, integers, strict=True)
         }
+
+    def dims(self, values: Sequence[Any]) -> dict[str, int]:
+        """Return the integer scalar parameters by name, from all values. Raises as `integers` and `dims_of` do."""
+        return self.dims_of(self.integers(values))
 
 
 class DeviceMemory(Protocol):
@@ -214,7 +221,7 @@ class AddressTable:
 Inputs = Mapping[str, "Array | AddressTable | int | float | None"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Op:
     """A spec with its way to the device, its NumPy reference and the inputs that exercise it.
 
@@ -258,11 +265,17 @@ class Op:
         if self.enqueue is not None:
             self.enqueue(gpu, dtype, values, stream)
             return
-        if self.plan is None:
-            raise UnknownKernel(f"{self.spec.name}: the op has neither a launch plan nor a library call")
-        plan = self.plan(self.spec.dims(values), dtype, gpu.limits())
+        plan = _planned(self, dtype, gpu.limits(), *self.spec.integers(values))
         handle = gpu.kernel(self.spec.name, plan.entry)
         gpu.launch(handle, plan.grid, plan.block, plan.shared_bytes, stream, values)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _planned(op: Op, dtype: str, limits: Limits, *integers: Any) -> LaunchPlan:
+    """Return the op's plan for the values of its integer parameters; the same few recur step after step."""
+    if op.plan is None:
+        raise UnknownKernel(f"{op.spec.name}: the op has neither a launch plan nor a library call")
+    return op.plan(op.spec.dims_of(integers), dtype, limits)
 
 
 class OpRegistry:
@@ -270,6 +283,7 @@ class OpRegistry:
 
     def __init__(self) -> None:
         self._ops: dict[str, Op] = {}
+        self._entries: dict[tuple[str, str], tuple[Op, str]] = {}
 
     def register(self, op: Op) -> Op:
         """Add an op and return it.
@@ -282,11 +296,15 @@ class OpRegistry:
         if op.spec.name in self._ops:
             raise ValueError(f"op: {op.spec.name!r} is registered already")
         self._ops[op.spec.name] = op
+        for dtype in op.spec.dtypes:
+            self._entries[op.spec.name, op.spec.entry(dtype)] = op, dtype
         return op
 
     def unregister(self, name: str) -> None:
         """Remove an op."""
-        del self._ops[name]
+        op = self._ops.pop(name)
+        for dtype in op.spec.dtypes:
+            del self._entries[name, op.spec.entry(dtype)]
 
     def __iter__(self) -> Iterator[Op]:
         return iter(tuple(self._ops.values()))
@@ -302,13 +320,13 @@ class OpRegistry:
         UnknownKernel
             When there is no such module or entry.
         """
+        found = self._entries.get((module, entry))
+        if found is not None:
+            return found
         op = self._ops.get(module)
         if op is None:
             known = ", ".join(sorted(self._ops)) or "none (a kernel library registers its ops when it is imported)"
             raise UnknownKernel(f"kernel: no module {module!r}; registered: {known}")
-        for dtype in op.spec.dtypes:
-            if op.spec.entry(dtype) == entry:
-                return op, dtype
         raise UnknownKernel(
             f"kernel: module {module!r} has no entry {entry!r}; it has {', '.join(map(op.spec.entry, op.spec.dtypes))}"
         )

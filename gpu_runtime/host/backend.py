@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.gemm import Gemm, gemm_reference
 from gpu_runtime.host.memory import HostMemory
 from gpu_runtime.host.memory_calls import MemoryCalls
+from gpu_runtime.host.prepared import Prepared, PreparedCalls
 from gpu_runtime.host.streams import InOrder, Order
 from gpu_runtime.launch import Dim3, check_arguments, check_geometry
 from gpu_runtime.limits import MINIMUM, Limits
@@ -26,6 +28,26 @@ from gpu_runtime.streams import StreamLike
 log = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A checked launch."""
+
+    op: Op
+    dtype: str
+    values: Sequence[Any]
+    dims: Dims
+    blocks: tuple[int, int, int]
+    threads: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A checked product and the addresses of A, W, C and the bias."""
+
+    problem: Gemm
+    addresses: tuple[int, int, int, int]
 
 
 class HostBackend(MemoryCalls):
@@ -49,6 +71,7 @@ class HostBackend(MemoryCalls):
     ) -> None:
         super().__init__(order or InOrder(), HostMemory(memory_limit))
         self._ops = REGISTRY if ops is None else ops
+        self._prepared = PreparedCalls(self._memory)
         self._debug_sync = False
 
     def has_module(self, module: str) -> bool:
@@ -76,19 +99,32 @@ class HostBackend(MemoryCalls):
         if not isinstance(handle, KernelHandle):
             raise TypeError(f"handle: expected what kernel() returned, got {handle!r}")
         op, dtype = self._ops.find(handle.module, handle.name)
-        blocks, threads = check_geometry(grid, block, shared_mem, self.limits())
-        values = check_arguments(op.spec, dtype, args)
-        dims = op.spec.dims(values)
-        # addresses outside live memory, and overlaps, are refused before anything is enqueued
-        self._refuse_overlap(op, values, self._bind(op, dtype, values, dims))
-        self._trace(LaunchRecord("kernel", handle.name, blocks, threads, stream=on.handle))
-        self._enqueue(on, lambda: self._run_reference(op, dtype, values, dims))
+        key = (op, dtype, *_axes(grid), None, *_axes(block), None, shared_mem, *args)
+        ready = self._prepared.find(key, lambda: self._prepare(op, dtype, grid, block, shared_mem, args))
+        call: _Launch = ready.call
+        if self._traces:
+            self._trace(LaunchRecord("kernel", handle.name, call.blocks, call.threads, stream=on.handle))
+        self._enqueue(on, lambda: self._run_reference(ready))
         if self._debug_sync and on.capture is None:
             self.synchronize(stream)
 
-    def _run_reference(self, op: Op, dtype: str, values: Sequence[Any], dims: Dims) -> None:
+    def _prepare(
+        self, op: Op, dtype: str, grid: Dim3, block: Dim3, shared_mem: int, args: Sequence[Any]
+    ) -> tuple[_Launch, dict[str, Any]]:
+        """Check a launch; addresses outside live memory, and overlaps, are refused before anything is enqueued."""
+        blocks, threads = check_geometry(grid, block, shared_mem, self.limits())
+        values = check_arguments(op.spec, dtype, args)
+        dims = op.spec.dims(values)
+        bound = self._bind(op, dtype, values, dims)
+        self._refuse_overlap(op, values, bound)
+        return _Launch(op, dtype, values, dims, blocks, threads), bound
+
+    def _run_reference(self, ready: Prepared) -> None:
+        call: _Launch = ready.call
+        current = self._prepared.is_current(ready)
+        bound = ready.bound if current else self._bind(call.op, call.dtype, call.values, call.dims)
         with np.errstate(all="ignore"):  # a kernel that overflows stores inf and says nothing
-            op.reference(**self._bind(op, dtype, values, dims))
+            call.op.reference(**bound)
 
     def _bind(self, op: Op, dtype: str, values: Sequence[Any], dims: Dims) -> dict[str, Any]:
         """Return the reference's arguments: arrays over device memory, read-only where the op only reads."""
@@ -161,9 +197,9 @@ class HostBackend(MemoryCalls):
         stream: StreamLike = 0,
     ) -> None:
         self._check_open()
-        problem = Gemm.of(m, n, k, dtype, out_dtype, lda, ldw, ldc, alpha, activation, accumulate)
+        options = (m, n, k, dtype, out_dtype, lda, ldw, ldc, alpha, activation, accumulate)
         self._check_choice(workspace, workspace_bytes, algorithm)
-        self._multiply(problem, a, w, c, bias, stream)
+        self._multiply(options, a, w, c, bias, stream)
 
     def gemm_strided_batched(
         self,
@@ -192,9 +228,9 @@ class HostBackend(MemoryCalls):
     ) -> None:
         self._check_open()
         strides = (batch, stride_a, stride_w, stride_c)
-        problem = Gemm.of(m, n, k, dtype, out_dtype, lda, ldw, ldc, alpha, "none", accumulate, *strides)
+        options = (m, n, k, dtype, out_dtype, lda, ldw, ldc, alpha, "none", accumulate, *strides)
         self._check_choice(workspace, workspace_bytes, algorithm)
-        self._multiply(problem, a, w, c, NULL, stream)
+        self._multiply(options, a, w, c, NULL, stream)
 
     def _check_choice(self, workspace: int, nbytes: int, algorithm: int | None) -> None:
         """Check what steers a GPU's choice of algorithm; there is one here."""
@@ -202,26 +238,35 @@ class HostBackend(MemoryCalls):
         if algorithm is not None:
             checks.integer("gemm: algorithm", algorithm, low=0)
 
-    def _multiply(self, problem: Gemm, a: int, w: int, c: int, bias: int, stream: StreamLike) -> None:
+    def _multiply(self, options: tuple[Any, ...], a: int, w: int, c: int, bias: int, stream: StreamLike) -> None:
+        """Enqueue the product that `Gemm.of` makes of ``options``."""
         on = self._stream(stream)
-        addresses = [
-            self._operand_address(name, ptr, dtype)
-            for name, ptr, dtype in (
-                ("a", a, problem.dtype),
-                ("w", w, problem.dtype),
-                ("c", c, problem.out_dtype),
-                ("bias", bias, problem.dtype),
-            )
-        ]
-        operands = self._operands(problem, *addresses)
+        key = (Gemm, *options, a, w, c, bias)
+        ready = self._prepared.find(key, lambda: self._prepare_product(Gemm.of(*options), a, w, c, bias))
+        if self._traces:
+            p = ready.call.problem
+            self._trace(LaunchRecord("gemm", f"{p.m}x{p.n}x{p.k}", stream=on.handle))
+        self._enqueue(on, lambda: self._run_product(ready))
+
+    def _prepare_product(
+        self, p: Gemm, a: int, w: int, c: int, bias: int
+    ) -> tuple[_Product, tuple[Array, Array, Array, Array | None]]:
+        addresses = (
+            self._operand_address("a", a, p.dtype),
+            self._operand_address("w", w, p.dtype),
+            self._operand_address("c", c, p.out_dtype),
+            self._operand_address("bias", bias, p.dtype),
+        )
+        operands = self._operands(p, *addresses)
         for name, operand in zip(("a", "w", "bias"), (operands[0], operands[1], operands[3]), strict=True):
             if operand is not None and share_memory(operands[2], operand):
                 raise ValueError(f"gemm: c: expected memory apart from {name}, got {addresses[2]:#x}")
-        self._trace(LaunchRecord("gemm", f"{problem.m}x{problem.n}x{problem.k}", stream=on.handle))
-        self._enqueue(on, lambda: self._run_gemm(problem, addresses))
+        return _Product(p, addresses), operands
 
-    def _run_gemm(self, p: Gemm, addresses: Sequence[int]) -> None:
-        a, w, c, bias = self._operands(p, *addresses)
+    def _run_product(self, ready: Prepared) -> None:
+        p: Gemm = ready.call.problem
+        current = self._prepared.is_current(ready)
+        a, w, c, bias = ready.bound if current else self._operands(p, *ready.call.addresses)
         with np.errstate(all="ignore"):
             for one, two, out in zip(a, w, c, strict=True):
                 gemm_reference(one, two, out, bias, alpha=p.alpha, activation=p.activation, accumulate=p.accumulate)
@@ -284,6 +329,11 @@ class HostBackend(MemoryCalls):
         self._pinned.clear()
         self._graphs.clear()
         self._events.clear()
+
+
+def _axes(extent: Any) -> tuple[Any, ...]:
+    """Return a grid or block as a tuple, unchecked."""
+    return tuple(extent) if isinstance(extent, tuple | list) else (extent,)
 
 
 def share_memory(first: Array, second: Array) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -46,6 +47,9 @@ class HostMemory:
         self.pinned = Ledger()
         self._storage: dict[int, Array] = {}
         self._lock = threading.RLock()
+        self.generation = 0
+        """Counts releases: a view made at an earlier count may be of memory that is no longer live."""
+        self.on_release: Callable[[], None] = lambda: None
 
     def alloc(self, nbytes: int, tag: str) -> DevicePtr:
         """Return the address of a new block, aligned to `ALIGNMENT`. Its content is unspecified."""
@@ -87,6 +91,8 @@ class HostMemory:
         with self._lock:
             entry = ledger.remove(ptr)
             del self._storage[int(entry.ptr)]
+            self.generation += 1
+            self.on_release()
 
     def sweep(self) -> list[Allocation]:
         """Release every live block that is not page-locked and return what they were."""
