@@ -108,7 +108,7 @@ class Gemm:
 
 def relu(x: Array) -> None:
     """``max(x, 0)``, in place. NaN stays NaN."""
-    np.maximum(x, 0, out=x)
+    np.maximum(x, np.zeros(x.shape[-1:], dtype=x.dtype), out=x)  # a row, because NumPy is slow with a scalar here
 
 
 def gelu(x: Array) -> None:

@@ -37,23 +37,28 @@ class LogitsRows:
         self.arena = LogitsArena(
             gpu.alloc(rows * stride * shape.itemsize, tag="logits"), rows, shape.vocab, shape.dtype
         )
-        empty = np.full((rows, stride), -np.inf, dtype=dtypes.NUMPY[shape.dtype])
-        gpu.copy_h2d(empty, self.arena.base)  # the padding columns keep this; products write the others
-        self._events = [gpu.create_event() for _ in range(rows)]
+        empty = np.full(stride, -np.inf, dtype=dtypes.NUMPY[shape.dtype])
+        self._events: list[int] = []
+        try:
+            for row in range(rows):
+                gpu.copy_h2d(empty, self.arena.row(row))  # the padding columns keep this; products write the others
+                self._events.append(gpu.create_event())
+        except BaseException:
+            self.free()
+            raise
         self._event_of_row = list(self._events)
 
-    def written(self, first: int, count: int, stream: StreamLike) -> int:
-        """Record that the work on ``stream`` so far writes ``count`` rows from ``first``; return the event."""
+    def written(self, first: int, count: int, stream: StreamLike) -> None:
+        """Record that the work on ``stream`` so far writes ``count`` rows from ``first``."""
         event = self._events[first]
         self._gpu.record_event(event, stream)
         self._event_of_row[first : first + count] = [event] * count
-        return event
 
     def index(self, ptr: int, count: int = 1) -> int:
         """Return the row at an address. `InvalidInput` when there are not ``count`` rows there."""
         try:
             return self.arena.index(ptr, count)
-        except InvalidPointer as error:
+        except (InvalidPointer, TypeError, ValueError) as error:
             raise InvalidInput("ptr", "the address of logits rows of this model", str(error)) from None
 
     def event(self, ptr: int) -> int:
@@ -69,6 +74,8 @@ class LogitsRows:
         elif not isinstance(out, np.ndarray) or out.shape != (vocab,) or out.dtype != np.float32:
             got = f"{type(out).__name__} {getattr(out, 'dtype', '')} {getattr(out, 'shape', '')}"
             raise InvalidInput("out", f"a float32 array of shape ({vocab},)", got)
+        elif not out.flags.writeable:
+            raise InvalidInput("out", "a writable array", "a read-only one")
         row: NDArray[Any] = np.empty(vocab, dtype=dtypes.NUMPY[self.arena.dtype])
         self._gpu.stream_wait_event(0, event)
         self._gpu.copy_d2h_on_stream(ptr, row)

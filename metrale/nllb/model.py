@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, cast
@@ -112,13 +112,14 @@ class NllbModel(TranslationOnly):
             undo.callback(space.arena.free)
             self._logits = LogitsRows(gpu, shape, space["argmax"])
             undo.callback(self._logits.free)
+            self._idle = gpu.create_event()  # the end of the latest forward, whose workspace the next one reuses
+            undo.callback(gpu.destroy_event, self._idle)
+            undo.callback(gpu.event_synchronize, self._idle)
             self._teardown: ExitStack | None = undo.pop_all()  # runs newest first
         self._encoder = Encoder(gpu, shape, params, space)
         self._decoder = Decoder(gpu, shape, params, space)
         self._hidden = space["decoder.hidden"]
         self._table = SequenceTable(pool, shape.limits.max_batch)
-        self._last_call: int | None = None  # event of the latest forward, whose workspace the next one reuses
-        self._last_single = self._logits.arena.base
 
     def __enter__(self) -> NllbModel:
         return self
@@ -135,8 +136,6 @@ class NllbModel(TranslationOnly):
         with self._lock:
             teardown, self._teardown = self._teardown, None
             if teardown is not None:
-                if self._last_call is not None:
-                    self.gpu.event_synchronize(self._last_call)
                 teardown.close()
 
     def teardown(self) -> None:
@@ -206,7 +205,8 @@ class NllbModel(TranslationOnly):
     def prefill(self, tokens: Sequence[int], seq: SequenceState, stream: StreamLike = 0) -> DevicePtr:
         with self._lock:
             self._check_open()
-            prompt = self._check_prompt(PrefillSlice.whole(tokens, seq), "tokens")
+            ids = token_ids("tokens", tokens, self.shape.vocab)
+            prompt = self._check_prompt(PrefillSlice.whole(ids, seq), "tokens")
             return self._prefill([prompt], self.shape.limits.max_batch + seq.slot_idx, stream)[0]
 
     def prefill_chunk(
@@ -227,8 +227,8 @@ class NllbModel(TranslationOnly):
         """
         with self._lock:
             self._check_open()
-            slice_ = PrefillSlice(tokens, seq, chunk_start, chunk_len, is_last_chunk)
-            prompt = self._check_prompt(slice_, "tokens")
+            ids = token_ids("tokens", tokens, self.shape.vocab)
+            prompt = self._check_prompt(PrefillSlice(ids, seq, chunk_start, chunk_len, is_last_chunk), "tokens")
             return self._prefill([prompt], self.shape.limits.max_batch + seq.slot_idx, stream)[0]
 
     def prefill_batch_chunk(self, streams: Sequence[PrefillSlice], stream: StreamLike = 0) -> list[DevicePtr]:
@@ -259,7 +259,7 @@ class NllbModel(TranslationOnly):
             return self._prefill(prompts, row_base, stream)
 
     def decode(self, token: int, seq: SequenceState, stream: StreamLike = 0) -> DevicePtr:
-        return self.decode_batch([token], [seq], stream)
+        return self.decode_batch([token_id("token", token, self.shape.vocab)], [seq], stream)
 
     def decode_batch(self, tokens: Sequence[int], seqs: Sequence[SequenceState], stream: StreamLike = 0) -> DevicePtr:
         """Run one step for every sequence in one batch; sequence ``i``'s logits go to row ``i``.
@@ -280,31 +280,31 @@ class NllbModel(TranslationOnly):
                 got = f"{len(ids)} tokens and {len(seqs)} sequences"
                 raise InvalidInput("tokens, seqs", f"one token for each of 1 to {most} sequences", got)
             self._check_distinct(seqs, "seqs")
-            feeds = [Feed((token,), seq.seq_len, self._decodable(seq)) for token, seq in zip(ids, seqs, strict=True)]
-            self._begin(stream)
-            self._decoder.run(feeds, self._logits.arena.base, stream)
-            self._end(0, len(feeds), stream)
+            spans = [self._decodable(seq) for seq in seqs]
+            feeds = [Feed((token,), seq.seq_len, span) for token, seq, span in zip(ids, seqs, spans, strict=True)]
+            with self._forward(stream):
+                self._decoder.run(feeds, self._logits.arena.base, stream)
+                self._logits.written(0, len(feeds), stream)
             for token, seq in zip(ids, seqs, strict=True):
                 seq.tokens.append(token)
                 seq.seq_len += 1
             return self._logits.arena.base
 
     def _prefill(self, prompts: list[_Prompt], row: int, stream: StreamLike) -> list[DevicePtr]:
-        self._begin(stream)
-        for prompt in prompts:
-            if prompt.seq.seq_len:  # its KV is about to be overwritten: empty, should the device fail half way
-                prompt.seq.tokens, prompt.seq.seq_len, prompt.seq.prompt_len = [], 0, 0
-            prompt.span.source_len = len(prompt.source)
-        for group in self._encoder_groups(prompts):
-            self._encoder.run([one.source for one in group], [one.span for one in group], stream)
         start = self.config.generation.decoder_start_token_id
-        feeds = [Feed((start, prompt.target), 0, prompt.span) for prompt in prompts]
-        self._decoder.run(feeds, self._logits.arena.row(row), stream)
-        self._end(row, len(prompts), stream)
+        with self._forward(stream):
+            for prompt in prompts:
+                if prompt.seq.seq_len:  # its KV is about to be overwritten: empty, should the device fail half way
+                    prompt.seq.tokens, prompt.seq.seq_len, prompt.seq.prompt_len = [], 0, 0
+                prompt.span.source_len = len(prompt.source)
+            for group in self._encoder_groups(prompts):
+                self._encoder.run([one.source for one in group], [one.span for one in group], stream)
+            feeds = [Feed((start, prompt.target), 0, prompt.span) for prompt in prompts]
+            self._decoder.run(feeds, self._logits.arena.row(row), stream)
+            self._logits.written(row, len(prompts), stream)
         for prompt in prompts:
             prompt.seq.tokens = [start, prompt.target]
             prompt.seq.seq_len = prompt.seq.prompt_len = PREFIX_LEN
-        self._last_single = self._logits.arena.row(row)
         return [self._logits.arena.row(row + index) for index in range(len(prompts))]
 
     def _encoder_groups(self, prompts: list[_Prompt]) -> list[list[_Prompt]]:
@@ -319,13 +319,14 @@ class NllbModel(TranslationOnly):
             room -= len(prompt.source)
         return groups
 
-    def _begin(self, stream: StreamLike) -> None:
-        """Order this forward after the last one, whose activations it overwrites."""
-        if self._last_call is not None:
-            self.gpu.stream_wait_event(stream, self._last_call)
-
-    def _end(self, row: int, count: int, stream: StreamLike) -> None:
-        self._last_call = self._logits.written(row, count, stream)
+    @contextmanager
+    def _forward(self, stream: StreamLike) -> Iterator[None]:
+        """Order a forward after the last one, whose activations it overwrites, even if that failed half way."""
+        self.gpu.stream_wait_event(stream, self._idle)
+        try:
+            yield
+        finally:
+            self.gpu.record_event(self._idle, stream)
 
     # checks
 
@@ -390,19 +391,22 @@ class NllbModel(TranslationOnly):
 
     def logits_event(self, ptr: DevicePtr) -> int:
         with self._lock:
+            self._check_open()
             return self._logits.event(ptr)
 
     def logits_buffer_ptr(self) -> DevicePtr:
+        self._check_open()
         return self._logits.arena.base
 
     def decode_logits_ptr(self) -> DevicePtr:
-        return self._logits.arena.base
+        return self.logits_buffer_ptr()
 
     def hidden_after_norm(self) -> DevicePtr:
         """Return the address of the last forward's hidden rows after the final norm, ``[rows, d_model]``.
 
         A decode step has one row a sequence, a prefill two (decoder start and language).
         """
+        self._check_open()
         return self._hidden
 
     def copy_logits_to_host(self, ptr: DevicePtr, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:

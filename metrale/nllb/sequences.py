@@ -45,7 +45,9 @@ class SequenceTable:
         return seq
 
     def owns(self, seq: SequenceState) -> bool:
-        """Return whether ``seq`` holds its slot."""
+        """Return whether ``seq`` holds its slot. `InvalidInput` when it is no `SequenceState`."""
+        if not isinstance(seq, SequenceState):
+            raise InvalidInput("seq", "a SequenceState", seq)
         entry = self._live.get(seq.slot_idx)
         return entry is not None and entry[0] is seq
 
@@ -57,8 +59,6 @@ class SequenceTable:
         SequenceError
             When ``seq`` was freed or detached, or is not of this model.
         """
-        if not isinstance(seq, SequenceState):
-            raise InvalidInput("seq", "a SequenceState", seq)
         if not self.owns(seq):
             what = "it was detached" if seq.is_detached else f"it does not hold slot {seq.slot_idx}"
             raise SequenceError(f"seq: expected a live sequence of this model, but {what} (freed before?)")
