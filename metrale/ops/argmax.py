@@ -63,6 +63,8 @@ def make_inputs(
     logits[:, vocab:] = np.inf  # padding must not be looked at
     if tie:
         logits[:, vocab // 3] = logits[:, vocab - 1] = dtypes.NUMPY[dtype].type(9)
+    else:
+        logits[0, 0] = logits[-1, vocab - 1] = dtypes.NUMPY[dtype].type(9)  # the first and the last column count
     for row, name in enumerate(special):
         logits[row, rng.integers(0, vocab)] = SPECIAL[name]
     return {

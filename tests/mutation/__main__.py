@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Runs every mutant and fails when one survives: `python -m tests.mutation [GROUP ...]`."""
+
+from __future__ import annotations
+
+import os
+
+# Small products in several processes: more than one BLAS thread in each would only get in the way.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import argparse
+import collections
+import signal
+import sys
+
+from tests.mutation.model_mutants import MODEL_MUTANTS
+from tests.mutation.op_mutants import OP_MUTANTS
+from tests.mutation.runner import MISSED, NOTICED, run_all
+
+LEAST_PER_GROUP = 5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("group", nargs="*", help="only mutants of these groups")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--verbose", action="store_true", help="print each mutant and the test that noticed it")
+    options = parser.parse_args()
+    mutants = [m for m in (*OP_MUTANTS, *MODEL_MUTANTS) if not options.group or m.group in options.group]
+    counts = collections.Counter(mutant.group for mutant in mutants)
+    thin = [group for group, count in counts.items() if count < LEAST_PER_GROUP]
+    if thin or not mutants:
+        print(f"expected at least {LEAST_PER_GROUP} mutants in each group, too few in: {thin}")
+        return 2
+    for mutant in mutants:
+        mutant.source()  # an outdated mutant is an error, found before anything runs
+    for outcome in run_all(((None, tests) for tests in dict.fromkeys(m.tests for m in mutants)), options.workers):
+        if outcome.code != MISSED:
+            print(f"the tests fail without any mutant: {' '.join(outcome.tests)}\n{outcome.output}")
+            return 2
+    bad = 0
+    for outcome in run_all(((mutant, mutant.tests) for mutant in mutants), options.workers):
+        noticed = outcome.code in (NOTICED, -signal.SIGALRM)
+        if not noticed:
+            bad += 1
+            what = "survives" if outcome.code == MISSED else f"breaks the run (exit code {outcome.code})"
+            print(f"{what}: {outcome.mutant}")
+            if outcome.code != MISSED:
+                print(outcome.output)
+        elif options.verbose:
+            first = next((line for line in outcome.output.splitlines() if line.startswith("FAILED")), "timed out")
+            print(f"{outcome.seconds:5.1f} s  {outcome.mutant}\n         {first}")
+    for group, count in sorted(counts.items()):
+        print(f"{count:4} mutants of {group}")
+    print(f"{len(mutants)} mutants, {len(mutants) - bad} noticed, {bad} not")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
