@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -67,7 +68,7 @@ class _Job:
 class Translator:
     """Translates texts with one model.
 
-    Safe to call from several threads; the model serves one call at a time.
+    Safe to call from several threads; calls are served one at a time, each with all the lanes that the model has free.
 
     Parameters
     ----------
@@ -96,6 +97,7 @@ class Translator:
             self.close()
             raise InvalidInput("model", "a checkpoint with a tokenizer", "one that serves token ids only")
         self._tokenizer: NllbTokenizer = self.model.tokenizer
+        self._lock = threading.Lock()  # two calls at once would take each other's lanes
 
     def __enter__(self) -> Translator:
         return self
@@ -224,10 +226,10 @@ class Translator:
             Request(job.tokens, language(job.source), language(job.target), max_new_tokens, eos) for job in jobs
         ]
         report = None if progress is None else lambda count: progress(blank + count)
-        for job, generated in zip(
-            jobs, generate_greedy(self.model, requests, scores=scores, progress=report), strict=True
-        ):
-            results[job.index] = self._translation(job, generated, scores)
+        with self._lock:
+            generated = generate_greedy(self.model, requests, scores=scores, progress=report)
+        for job, outcome in zip(jobs, generated, strict=True):
+            results[job.index] = self._translation(job, outcome, scores)
 
     def _translation(self, job: _Job, generated: Generated, scores: bool) -> Translation:
         ids = tuple(token for token in generated.ids if not self._tokenizer.is_special(token))

@@ -1,8 +1,207 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Mutants of the model's rules: positions, languages, slots and rows, KV."""
+"""Mutants of the model's rules: positions, languages, slots and rows, the KV cache, weights, the choice of tokens."""
 
 from __future__ import annotations
 
 from tests.mutation.mutant import Mutant
 
-MODEL_MUTANTS: list[Mutant] = []
+# The quick tests of the model; the slow ones about memory have nothing to say about these rules.
+_SKIPPED = ("tests/nllb/test_model_endurance.py", "tests/nllb/test_model_loading.py")
+_MODEL = ("tests/nllb", "-k", "model", *(f"--ignore={path}" for path in _SKIPPED))
+_TEXT = ("tests/test_translator.py", "tests/engine")
+
+
+def _rules(group: str, module: str, *changes: tuple[str, str], tests: tuple[str, ...] = _MODEL) -> list[Mutant]:
+    return [Mutant(group, module, old, new, tests) for old, new in changes]
+
+
+MODEL_MUTANTS: list[Mutant] = [
+    *_rules(
+        "positions",
+        "metrale.nllb.positions",
+        ("np.arange(first, first + count)", "np.arange(first + 1, first + 1 + count)"),
+        ("(half - 1)", "half"),
+        ("-math.log(10000.0)", "math.log(10000.0)"),
+        ("math.log(10000.0)", "math.log(1000.0)"),
+        ("table[:, :half] = np.sin(angles)", "table[:, :half] = np.cos(angles)"),
+        ("table[:, half : 2 * half] = np.cos(angles)", "table[:, half : 2 * half] = -np.cos(angles)"),
+        ("table = np.zeros(", "table = np.ones("),
+    ),
+    *_rules(
+        "positions",
+        "metrale.nllb.device_weights",
+        ("sinusoidal(config.pad_token_id + 1,", "sinusoidal(config.pad_token_id,"),
+        ("sinusoidal(config.pad_token_id + 1,", "sinusoidal(2,"),
+    ),
+    *_rules(
+        "positions",
+        "metrale.nllb.encoder",
+        ("np.concatenate([np.arange(length) for length in lengths])", "np.arange(lengths.sum())"),
+        ("np.arange(length) for length", "np.arange(length)[::-1] for length"),
+        ("np.concatenate([[0], np.cumsum(lengths)])", "np.concatenate([[0], np.cumsum(lengths[::-1])])"),
+        ("scale=config.encoder_head_dim**-0.5", "scale=config.decoder_head_dim**-0.5"),
+        ("scale=config.encoder_head_dim**-0.5", "scale=1.0"),
+        ("rows.wide.offset(step),", "rows.wide.offset(2 * step),"),
+        ("heads=config.encoder_attention_heads", "heads=config.decoder_attention_heads"),
+    ),
+    *_rules(
+        "positions",
+        "metrale.nllb.decoder",
+        ("feed.first + step for feed", "feed.first for feed"),
+        ("feed.first + step for feed", "feed.first + step + 1 for feed"),
+        ("self_lengths=positions + 1", "self_lengths=np.maximum(positions, 1)"),
+        ("self_lengths=positions + 1", "self_lengths=np.repeat(positions[depth - 1 :: depth] + 1, depth)"),
+        ("cross_lengths=np.repeat([feed.span.source_len for", "cross_lengths=np.repeat([feed.span.source_len - 1 for"),
+        ("scale=config.decoder_head_dim**-0.5", "scale=config.encoder_head_dim**-0.5"),
+        ("heads=config.decoder_attention_heads", "heads=config.encoder_attention_heads"),
+        ("(depth - 1) * d * shape.itemsize", "0 * d * shape.itemsize"),
+        ("x_stride=depth * d", "x_stride=d"),
+    ),
+    *_rules(
+        "KV cache",
+        "metrale.nllb.decoder",
+        ("int(feed.span.target_ptr)", "int(feed.span.ptr)"),
+        ("[int(feed.span.ptr) for", "[int(feed.span.target_ptr) for"),
+        ("keys = index * 2 * d", "keys = 0 * 2 * d"),
+        ("keys = index * 2 * d", "keys = index * d"),
+        ("v_offset=keys + config.d_model", "v_offset=keys"),
+        ("offset=keys,\n            kv_stride", "offset=0,\n            kv_stride"),
+        ("rows.wide.offset(d * self._shape.itemsize)", "rows.wide"),
+        ("width=2 * d,", "width=d,"),
+        ('table["self_spans"], table["self_lengths"]', 'table["cross_spans"], table["cross_lengths"]'),
+        ('table["cross_spans"], table["cross_lengths"], d, keys', 'table["cross_spans"], table["cross_lengths"], d, 0'),
+    ),
+    *_rules(
+        "KV cache",
+        "metrale.nllb.kv",
+        ("self.source_len * self.position_bytes", "0 * self.position_bytes"),
+        ("first = start + length", "first = start"),
+        ("if start - first >= positions", "if start - first >= positions - 1"),
+        ("if first + positions > self.capacity", "if first + positions > self.capacity + 1"),
+        ("if first + positions > self.capacity", "if first + positions >= self.capacity"),
+        ("        self._taken.remove((span.first, span.positions))\n", "        pass\n"),
+        ("self.base.offset(first * self._position_bytes)", "self.base"),
+        ("self.capacity = nbytes // position_bytes", "self.capacity = nbytes // position_bytes - 1"),
+    ),
+    *_rules(
+        "KV cache",
+        "metrale.nllb.encoder",
+        (
+            "np.repeat(np.array([int(span.ptr) for span in spans]",
+            "np.repeat(np.array([int(spans[0].ptr) for span in spans]",
+        ),
+        ("spans.offset(first * 8)", "spans"),
+        ("positions.offset(first * 4)", "positions"),
+        ("rows.h.offset(first * d * shape.itemsize)", "rows.h"),
+        ("        rows.norm(weights.encoder_norm)\n", ""),
+    ),
+    *_rules(
+        "languages",
+        "metrale.nllb.model",
+        ("source = (source_language, *tokens, self", "source = (*tokens, source_language, self"),
+        ("source = (source_language, *tokens, self", "source = (target_language, *tokens, self"),
+        ("*tokens, self.config.eos_token_id[0])", "*tokens)"),
+        ("self.config.eos_token_id[0])", "2)"),
+        ("Feed((start, prompt.target), 0", "Feed((prompt.target, start), 0"),
+        ("start = self.config.generation.decoder_start_token_id", "start = 2"),
+        (
+            'one.seq.src_lang_id, self.languages.source, "source"',
+            'one.seq.src_lang_id, self.languages.target, "source"',
+        ),
+        (
+            'one.seq.tgt_lang_id, self.languages.target, "target"',
+            'one.seq.src_lang_id, self.languages.target, "target"',
+        ),
+        ("        if language:\n            return language\n", ""),
+        (
+            "return _Prompt(one.seq, span, source, target_language)",
+            "return _Prompt(one.seq, span, source, source_language)",
+        ),
+    ),
+    *_rules(
+        "slots and rows",
+        "metrale.nllb.model",
+        (
+            "self.shape.limits.max_batch + seq.slot_idx, stream)[0]\n\n    def prefill_chunk",
+            "seq.slot_idx, stream)[0]\n\n    def prefill_chunk",
+        ),
+        ("return self._prefill(prompts, row_base, stream)", "return self._prefill(prompts, 0, stream)"),
+        (
+            "return self.prefill_batch_chunk_rows(streams, stream, 0)",
+            "return self.prefill_batch_chunk_rows(streams, stream, 1)",
+        ),
+        ("row_base <= rows - len(streams)", "row_base <= rows"),
+        ("self._logits.written(0, len(feeds), stream)", "self._logits.written(0, 1, stream)"),
+        ("self._logits.written(row, len(prompts), stream)", "pass"),
+        ("seq.seq_len += 1", "seq.seq_len += 2"),
+        ("seq.tokens.append(token)", "seq.tokens.insert(0, token)"),
+        ("prompt.seq.tokens = [start, prompt.target]", "prompt.seq.tokens = [prompt.target]"),
+        ("if seq.seq_len >= most", "if seq.seq_len > most"),
+        ("if len(source) > most", "if len(source) > most + 1"),
+        ("len({id(seq) for seq in seqs}) < len(seqs)", "False"),
+        ("len(seqs) > self.shape.limits.max_batch", "False"),
+        ("prompt.span.source_len = len(prompt.source)", "prompt.span.source_len = len(prompt.source) + 1"),
+        ("            seq.slot_idx = SequenceState.DETACHED\n", "            pass\n"),
+        ("            self.free_sequence(seq)\n            seq.slot_idx", "            seq.slot_idx"),
+        ("groups[-1].append(prompt)", "groups[0].append(prompt)"),
+    ),
+    *_rules(
+        "slots and rows",
+        "metrale.nllb.sequences",
+        ("entry is not None and entry[0] is seq", "entry is not None"),
+        ("            self._pool.give_back(span)\n", ""),
+        ("        if slot in self._live:\n", "        if False:\n"),
+        ("        del self._live[seq.slot_idx]\n", ""),
+        ("        seq.slot_idx = slot\n", ""),
+        ("if slot is None:", "if slot is None and False:"),
+        ("self._live[slot] = (seq, span)\n        return seq", "return seq"),
+    ),
+    *_rules(
+        "slots and rows",
+        "metrale.nllb.logits",
+        ("np.full(stride, -np.inf", "np.full(stride, 0.0"),
+        ("self._event_of_row[first : first + count] = [event] * count", "self._event_of_row[first] = event"),
+        ('count * dtypes.itemsize("i32")', '0 * dtypes.itemsize("i32")'),
+        ("np.flatnonzero(result[1])", "np.flatnonzero(result[1] * 0)"),
+        ("vocab=self.arena.vocab", "vocab=self.arena.vocab - 1"),
+    ),
+    *_rules(
+        "slots and rows",
+        "gpu_runtime.arena",
+        ("return self.base.offset(position * self.row_bytes)", "return self.base"),
+        ("self.padded(self.vocab)\n", "self.vocab\n"),
+        ("index + rows > self.rows", "index + rows > self.rows + 1"),
+        ("if rest or not", "if not"),
+        tests=("tests/nllb/test_model_rows.py", "tests/nllb/test_model_reading.py", "tests/gpu_runtime/test_arena.py"),
+    ),
+    *_rules(
+        "layers",
+        "metrale.nllb.layers",
+        ("LAYER_NORM_EPS: Final = 1e-5", "LAYER_NORM_EPS: Final = 1e-4"),
+        ("scale=shape.config.embed_scale", "scale=1.0"),
+        ("activation=config.activation_function", 'activation="relu"'),
+        (
+            "self.dense(self.h, out, self.x, self.shape.config.d_model, residual=True)",
+            "self.dense(self.h, out, self.x, self.shape.config.d_model)",
+        ),
+        (
+            "self.dense(self.wide, fc2, self.x, config.d_model, width, residual=True)",
+            "self.dense(self.wide, fc2, self.x, config.d_model, width)",
+        ),
+        ("        self.norm(norm)\n", ""),
+    ),
+    *_rules(
+        "weights",
+        "metrale.nllb.device_weights",
+        ('"cross_q": (names.cross_attn.q,)', '"cross_q": (names.cross_attn.k,)'),
+        ('"cross_out": (names.cross_attn.out,)', '"cross_out": (names.self_attn.out,)'),
+        ('"cross_norm": (names.cross_attn_norm,)', '"cross_norm": (names.self_attn_norm,)'),
+        ('"encoder.norm": (ENCODER_NORM,)', '"encoder.norm": (DECODER_NORM,)'),
+        ('"decoder.norm": (DECODER_NORM,)', '"decoder.norm": (ENCODER_NORM,)'),
+        ("at = at.offset(data.nbytes)", "at = at.offset(0)"),
+        (
+            'for affine in affines)\n        yield f"{region}.bias"',
+            'for affine in affines[::-1])\n        yield f"{region}.bias"',
+        ),
+    ),
+]

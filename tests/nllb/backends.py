@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Host backends that watch a model: one knows what is ordered after what, one fails a chosen call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gpu_runtime.errors import DeviceError
+from gpu_runtime.host import HostBackend
+from gpu_runtime.streams import StreamLike
+
+Nodes = int
+"""A set of pieces of work: bit ``n`` stands for piece ``n``."""
+
+
+class OrderedBackend(HostBackend):
+    """Numbers the work that is enqueued, and keeps for each piece which others CUDA's rules put before it.
+
+    The host backend runs work as soon as it is enqueued, so a missing wait would never show in the numbers.
+
+    Attributes
+    ----------
+    before : list of Nodes
+        For each piece of work, those that have ended when it begins: earlier work of its stream, what its stream
+        waits for by an event, and what the host had waited for.
+    host : Nodes
+        The pieces that the host has waited for.
+    host_at_free : list of Nodes
+        ``host`` at each `free`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.before: list[Nodes] = []
+        self.host: Nodes = 0
+        self.host_at_free: list[Nodes] = []
+        self._on_stream: dict[int, Nodes] = {}
+        self._at_event: dict[int, Nodes] = {}
+
+    def _key(self, stream: StreamLike) -> int:
+        assert isinstance(stream, int)
+        return int(stream) or self.default_stream()
+
+    def _note(self, stream: StreamLike) -> None:
+        known = self.host | self._on_stream.get(self._key(stream), 0)
+        self.before.append(known)
+        self._on_stream[self._key(stream)] = known | 1 << (len(self.before) - 1)
+
+    def launch(self, *args: Any, **options: Any) -> None:
+        super().launch(*args, **options)
+        self._note(args[4])
+
+    def gemm(self, *args: Any, **options: Any) -> None:
+        super().gemm(*args, **options)
+        self._note(options["stream"])
+
+    def copy_h2d_async(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
+        super().copy_h2d_async(src, dst, stream)
+        self._note(stream)
+
+    def copy_d2h_async(self, src: int, dst: Any, stream: StreamLike = 0) -> None:
+        super().copy_d2h_async(src, dst, stream)
+        self._note(stream)
+
+    def record_event(self, event: int, stream: StreamLike = 0) -> None:
+        super().record_event(event, stream)
+        self._at_event[event] = self._on_stream.get(self._key(stream), 0)
+
+    def stream_wait_event(self, stream: StreamLike, event: int) -> None:
+        super().stream_wait_event(stream, event)
+        key = self._key(stream)
+        self._on_stream[key] = self._on_stream.get(key, 0) | self._at_event.get(event, 0)
+
+    def event_synchronize(self, event: int) -> None:
+        super().event_synchronize(event)
+        self.host |= self._at_event.get(event, 0)
+
+    def synchronize(self, stream: StreamLike = 0) -> None:
+        super().synchronize(stream)
+        self.host |= self._on_stream.get(self._key(stream), 0)
+
+    def copy_d2h_on_stream(self, src: int, dst: Any, stream: StreamLike = 0) -> None:
+        super().copy_d2h_on_stream(src, dst, stream)
+        self.host |= self._on_stream.get(self._key(stream), 0)
+
+    def free(self, ptr: int) -> None:
+        self.host_at_free.append(self.host)
+        super().free(ptr)
+
+    @contextmanager
+    def noted(self) -> Iterator[list[int]]:
+        """Give a list that is filled, at the context's end, with the numbers of the work enqueued inside it."""
+        nodes: list[int] = []
+        first = len(self.before)
+        try:
+            yield nodes
+        finally:
+            nodes += range(first, len(self.before))
+
+    def all_before(self, earlier: list[int], later: list[int]) -> bool:
+        """Return whether every piece of ``earlier`` has ended when any piece of ``later`` begins."""
+        assert later
+        return all(holds(self.before[node], earlier) for node in later)
+
+
+def holds(nodes: Nodes, wanted: list[int]) -> bool:
+    """Return whether all of ``wanted``, at least one piece, are in ``nodes``."""
+    assert wanted
+    mask = sum(1 << node for node in wanted)
+    return nodes & mask == mask
+
+
+class FaultyBackend(OrderedBackend):
+    """Fails one call that would enqueue something: number ``fail_at`` from when it was set, counting from 0."""
+
+    def __init__(self, **options: Any) -> None:
+        self._countdown: int | None = None
+        self.calls = 0
+        super().__init__(**options)
+
+    def fail_at(self, number: int | None) -> None:
+        self._countdown = number
+
+    def _step(self, what: str) -> None:
+        self.calls += 1
+        if self._countdown is not None:
+            self._countdown -= 1
+            if self._countdown < 0:
+                self._countdown = None
+                raise DeviceError(f"{what}: failed as asked")
+
+    def launch(self, *args: Any, **options: Any) -> None:
+        self._step("launch")
+        super().launch(*args, **options)
+
+    def gemm(self, *args: Any, **options: Any) -> None:
+        self._step("gemm")
+        super().gemm(*args, **options)
+
+    def copy_h2d_async(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
+        self._step("copy_h2d")
+        super().copy_h2d_async(src, dst, stream)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What the tests of the model share: golden cases, ways to drive a model, and views of its memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+import metrale
+from gpu_runtime import dtypes
+from gpu_runtime.backend import GpuBackend
+from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.streams import StreamLike
+from metrale.model import PrefillSlice, SequenceState
+from metrale.nllb.model import NllbModel
+from tests.reference.nllb_float64 import NllbFloat64
+
+DEMO = Path(metrale.__file__).parent / "demo_model"
+EOS = 2
+START = 2
+
+Rows: TypeAlias = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One translation: ``tokens`` are the source without language and EOS, ``ids`` all decoder ids."""
+
+    tokens: list[int]
+    source: int
+    target: int
+    ids: list[int]
+
+    @property
+    def src(self) -> list[int]:
+        """The whole encoder input."""
+        return [self.source, *self.tokens, EOS]
+
+
+def golden_cases() -> list[Case]:
+    """Return the golden cases with transformers' greedy ids."""
+    cases = json.loads((DEMO / "golden.json").read_text(encoding="utf-8"))["cases"]
+    return [Case(c["input_ids"][1:-1], c["input_ids"][0], c["greedy"]["ids"][1], c["greedy"]["ids"]) for c in cases]
+
+
+GOLDEN = golden_cases()
+LIMITS: dict[str, int] = {"max_source_len": 64, "max_new_tokens": 64}
+"""Enough for the golden cases, which were generated with ``max_new_tokens=64``."""
+
+
+def begin(model: NllbModel, case: Case) -> SequenceState:
+    """Return a new sequence with the case's languages."""
+    seq = model.alloc_sequence()
+    seq.src_lang_id, seq.tgt_lang_id = case.source, case.target
+    return seq
+
+
+def prefilled(model: NllbModel, case: Case, stream: StreamLike = 0) -> SequenceState:
+    """Return a new sequence that has taken in the case's source."""
+    seq = begin(model, case)
+    model.prefill(case.tokens, seq, stream)
+    return seq
+
+
+def greedy(model: NllbModel, case: Case) -> list[int]:
+    """Return the decoder ids of one translation alone, by the single calls."""
+    seq = begin(model, case)
+    token = model.argmax_on_device(model.prefill(case.tokens, seq))
+    while token != EOS and seq.seq_len <= LIMITS["max_new_tokens"]:
+        token = model.argmax_on_device(model.decode(token, seq))
+    model.free_sequence(seq)
+    return [*seq.tokens, token]
+
+
+def greedy_together(model: NllbModel, cases: Sequence[Case]) -> list[list[int]]:
+    """Return the decoder ids of several translations in one batch, which shrinks as they end."""
+    seqs = [begin(model, case) for case in cases]
+    slices = [PrefillSlice.whole(case.tokens, seq) for case, seq in zip(cases, seqs, strict=True)]
+    first = model.prefill_batch_chunk(slices)[0]
+    tokens = model.argmax_batch(first, len(seqs))
+    last = dict(zip(map(id, seqs), tokens, strict=True))
+    live = seqs
+    while live := [s for s in live if last[id(s)] != EOS and s.seq_len <= LIMITS["max_new_tokens"]]:
+        base = model.decode_batch([last[id(s)] for s in live], live)
+        last.update(zip(map(id, live), model.argmax_batch(base, len(live)), strict=True))
+    for seq in seqs:
+        model.free_sequence(seq)
+    return [[*seq.tokens, last[id(seq)]] for seq in seqs]
+
+
+def forced(model: NllbModel, case: Case) -> Rows:
+    """Return the logits after every id of the case but the start and the last, alone, by the single calls."""
+    seq = begin(model, case)
+    rows = [model.copy_logits_to_host(model.prefill(case.tokens, seq))]
+    rows += [model.copy_logits_to_host(model.decode(token, seq)) for token in case.ids[2:-1]]
+    assert seq.tokens == case.ids[:-1]
+    model.free_sequence(seq)
+    return np.stack(rows)
+
+
+def forced_together(model: NllbModel, cases: Sequence[Case]) -> list[Rows]:
+    """Do as `forced` for several cases in one batch, which shrinks as they end."""
+    seqs = [begin(model, case) for case in cases]
+    slices = [PrefillSlice.whole(case.tokens, seq) for case, seq in zip(cases, seqs, strict=True)]
+    rows = [[model.copy_logits_to_host(ptr)] for ptr in model.prefill_batch_chunk(slices)]
+    for step in range(2, max(len(case.ids) for case in cases) - 1):
+        live = [i for i, case in enumerate(cases) if step < len(case.ids) - 1]
+        base = model.decode_batch([cases[i].ids[step] for i in live], [seqs[i] for i in live])
+        for lane, i in enumerate(live):
+            rows[i].append(model.copy_logits_to_host(base.offset(lane * model.logits_row_bytes())))
+    for seq in seqs:
+        model.free_sequence(seq)
+    return [np.stack(one) for one in rows]
+
+
+def exact(judge: NllbFloat64, case: Case) -> NDArray[np.float64]:
+    """Return the float64 logits that `forced` is compared with."""
+    return judge.logits(case.src, case.ids[:-1])[1:]
+
+
+def relative(x: NDArray[Any], reference: NDArray[Any]) -> float:
+    """Return ``max|x - reference| / max|reference|`` of two finite arrays of one shape."""
+    assert x.shape == reference.shape
+    assert np.isfinite(x).all()
+    assert np.isfinite(reference).all()
+    return float(np.abs(x.astype(np.float64) - reference).max() / np.abs(reference).max())
+
+
+def read(gpu: GpuBackend, ptr: int, count: int, dtype: str = "f32") -> NDArray[Any]:
+    """Return ``count`` elements of device memory."""
+    out = np.empty(count, dtype=dtypes.NUMPY[dtype])
+    gpu.copy_d2h(ptr, out)
+    return out
+
+
+def block(gpu: GpuBackend, tag: str) -> bytes:
+    """Return the bytes of the one allocation with this tag."""
+    [entry] = [entry for entry in gpu.alloc_report() if entry.tag == tag]
+    return read(gpu, entry.ptr, entry.nbytes, "u8").tobytes()
+
+
+def arena(model: NllbModel) -> NDArray[Any]:
+    """Return every row of the logits arena with its padding."""
+    dtype = dtypes.short_name(model.logits_dtype())
+    width = model.logits_row_bytes() // dtypes.itemsize(dtype)
+    rows = 2 * model.shape.limits.max_batch
+    return read(model.gpu, model.logits_buffer_ptr(), rows * width, dtype).reshape(rows, width)
+
+
+def row_index(model: NllbModel, ptr: DevicePtr) -> int:
+    """Return which row of the arena ``ptr`` is the address of, by the published row size alone."""
+    index, rest = divmod(ptr - model.logits_buffer_ptr(), model.logits_row_bytes())
+    assert rest == 0
+    return index
+
+
+def state(seq: SequenceState) -> tuple[Any, ...]:
+    """Return everything that a sequence says of itself."""
+    return (seq.slot_idx, list(seq.tokens), seq.seq_len, seq.prompt_len, seq.src_lang_id, seq.tgt_lang_id)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""load(): devices, dtypes, default languages, and folders without a tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import metrale
+from gpu_runtime.errors import BackendUnavailable
+from gpu_runtime.host import HostBackend
+from gpu_runtime.limits import Limits
+from metrale.errors import CheckpointError, InvalidInput, UnknownLanguage
+from tests.nllb.decoding import DEMO
+from tests.reference.tiny import write_tiny
+
+SMALL: dict[str, Any] = {"max_batch": 1, "max_source_len": 8, "max_new_tokens": 4}
+
+
+class Gpu(HostBackend):
+    """Says that it is a GPU of some compute capability."""
+
+    def __init__(self, major: int, minor: int) -> None:
+        super().__init__()
+        self._capability = (major, minor)
+
+    def kind(self) -> Any:
+        return "cuda"
+
+    def limits(self) -> Limits:
+        return replace(super().limits(), compute_capability=self._capability)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        (HostBackend(), "float32"),
+        (Gpu(7, 5), "float16"),
+        (Gpu(7, 9), "float16"),
+        (Gpu(8, 0), "bfloat16"),
+        (Gpu(9, 0), "bfloat16"),
+    ],
+)
+def test_auto_dtype(tiny_folder: Path, device: HostBackend, dtype: str) -> None:
+    with metrale.load(tiny_folder, device, **SMALL) as model:
+        assert model.logits_dtype() == dtype
+        assert model.memory_plan() == metrale.memory_plan(tiny_folder, device, "auto", **SMALL)
+        assert model.memory_plan() == metrale.memory_plan(tiny_folder, device, dtype, **SMALL)
+
+
+@pytest.mark.parametrize("device", ["auto", "host"])
+def test_named_devices_belong_to_the_model(tiny_folder: Path, device: str) -> None:
+    with metrale.load(tiny_folder, device, **SMALL) as model:
+        assert model.gpu.kind() == "host"
+        assert model.logits_dtype() == "float32"
+
+
+def test_what_load_passes_on(tiny_folder: Path) -> None:
+    with metrale.load(
+        tiny_folder, "host", max_batch=2, max_source_len=9, max_new_tokens=5, max_encoder_tokens=11, kv_bytes=12345
+    ) as model:
+        limits = model.shape.limits
+        assert (limits.max_batch, limits.max_source_len, limits.max_new_tokens) == (2, 9, 5)
+        assert (limits.max_encoder_tokens, limits.kv_bytes, limits.encoder_tokens) == (11, 12345, 11)
+    with metrale.load(tiny_folder, "host") as model:
+        limits = model.shape.limits
+        assert (limits.max_batch, limits.max_source_len, limits.max_new_tokens) == (32, 512, 256)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "fp16", "float64", "int8", "", "Float32"])
+def test_unknown_dtypes(tiny_folder: Path, dtype: str) -> None:
+    gpu = HostBackend()
+    for call in (metrale.load, metrale.memory_plan):
+        with pytest.raises(InvalidInput, match="float32, float16, bfloat16") as refused:
+            call(tiny_folder, gpu, dtype, **SMALL)
+        assert refused.value.argument == "dtype"
+    assert gpu.live_alloc_count() == 0
+
+
+def test_unknown_devices(tiny_folder: Path) -> None:
+    for call in (metrale.load, metrale.memory_plan):
+        with pytest.raises(ValueError, match="device"):
+            call(tiny_folder, "gpu", **SMALL)
+        with pytest.raises(BackendUnavailable):
+            call(tiny_folder, "cuda:99", **SMALL)
+
+
+def test_wrong_limits_are_found_before_the_folder_is_read(tmp_path: Path) -> None:
+    for call in (metrale.load, metrale.memory_plan):
+        with pytest.raises(InvalidInput, match="max_batch"):
+            call(tmp_path / "nowhere", "host", max_batch=0)
+        with pytest.raises(CheckpointError, match="there is no such folder"):
+            call(tmp_path / "nowhere", "host")
+
+
+def test_the_embeddings_rows_are_the_vocabulary(tmp_path: Path) -> None:
+    """Not what config.json says: a checkpoint may have been resized."""
+    folder = write_tiny(tmp_path / "model", 5, vocab_size=83)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 83', '"vocab_size": 80'))
+    with metrale.load(folder, "host", **SMALL) as model:
+        assert model.vocab_size() == 83
+        seq = model.alloc_sequence()
+        seq.src_lang_id = seq.tgt_lang_id = 82
+        assert 0 <= model.argmax_on_device(model.prefill([82], seq)) < 83
+        assert model.memory_plan() == metrale.memory_plan(folder, "host", **SMALL)
+
+
+def test_default_languages_by_code_and_by_id() -> None:
+    with metrale.load(DEMO, "host", source="eng_Latn", target=8084, **SMALL) as model:
+        assert (model.languages.source, model.languages.target) == (8074, 8084)
+        assert model.tokenizer is not None
+        assert model.tokenizer.language_id("fra_Latn") == 8084
+        seq = model.alloc_sequence()
+        model.prefill([117], seq)
+        assert seq.tokens == [2, 8084]
+
+
+@pytest.mark.parametrize("argument", ["source", "target"])
+def test_wrong_default_languages(tiny_folder: Path, argument: str) -> None:
+    gpu = HostBackend()
+    with pytest.raises(UnknownLanguage, match=r"did you mean .*eng_Latn") as unknown:
+        metrale.load(DEMO, gpu, **SMALL, **{argument: "eng_Lat"})  # type: ignore[arg-type]
+    assert unknown.value.argument == argument
+    for wrong in (-1, 97, True, 5.0):
+        with pytest.raises(InvalidInput) as refused:
+            metrale.load(tiny_folder, gpu, **SMALL, **{argument: wrong})  # type: ignore[arg-type]
+        assert refused.value.argument == argument
+    with pytest.raises(InvalidInput, match="no tokenizer") as refused:
+        metrale.load(tiny_folder, gpu, **SMALL, **{argument: "eng_Latn"})  # type: ignore[arg-type]
+    assert refused.value.argument == argument
+    assert gpu.live_alloc_count() == 0
+
+
+def test_a_folder_without_a_tokenizer_serves_ids(tiny_folder: Path) -> None:
+    with metrale.load(tiny_folder, "host", source=80, **SMALL) as model:
+        assert model.tokenizer is None
+        assert (model.languages.source, model.languages.target) == (80, None)
+
+
+def test_a_dangling_tokenizer_file_is_an_error_not_an_absent_one(tiny_folder: Path, tmp_path: Path) -> None:
+    for file in tiny_folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "sentencepiece.bpe.model").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"sentencepiece\.bpe\.model"):
+        metrale.load(tmp_path, "host", **SMALL)
