@@ -137,6 +137,7 @@ CASES: Final = (
     {"lengths": (3, 1, 7, 2), "heads": 4, "head_dim": 16, "pad": 128},
     {"lengths": (17, 33, 5), "heads": 2, "head_dim": 64, "layers": 3, "layer": 0},
     {"lengths": (4, 6), "heads": 3, "head_dim": 5, "regular": False},
+    {"lengths": (5, 3) * 33, "heads": 2, "head_dim": 16},
     {"lengths": (1100, 40), "heads": 2, "head_dim": 128},
     {"lengths": (400, 9), "heads": 2, "head_dim": 64, "spread": 30.0},  # scores far past what exp can hold unshifted
 )

@@ -106,6 +106,7 @@ CASES: Final = (
     {"rows": 6, "n": 40, "k": 24, "activation": "gelu_tanh"},
     {"rows": 6, "n": 40, "k": 24, "activation": "silu", "out_pad": 8},
     {"rows": 2, "n": 16, "k": 4096},
+    {"rows": 3, "n": 5, "k": 257},
 )
 
 OP: Final = REGISTRY.register(Op(SPEC, reference, make_inputs, CASES, enqueue=enqueue))

@@ -27,22 +27,29 @@ TIMEOUT_S = 120
 NOTICED, MISSED = 1, 0  # pytest's exit codes for failed tests and for none
 
 
-class MutatedModule(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
-    """Imports one module from other source than its file's."""
+class MutatedLoader(importlib.machinery.SourceFileLoader):
+    """Loads a mutant's source instead of its file's."""
 
     def __init__(self, mutant: Mutant) -> None:
         super().__init__(mutant.module, str(mutant.path))
         self._source = mutant.source()
 
+    def get_code(self, fullname: str) -> types.CodeType:
+        return compile(self._source, self.path, "exec")
+
+
+class MutatedFinder(importlib.abc.MetaPathFinder):
+    """Finds the mutated module before the ordinary finders do."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.name:
+        if fullname != self._mutant.module:
             return None
-        return importlib.util.spec_from_file_location(fullname, self.path, loader=self)
-
-    def get_code(self, fullname: str) -> types.CodeType:
-        return compile(self._source, self.path, "exec")
+        return importlib.util.spec_from_file_location(fullname, self._mutant.path, loader=MutatedLoader(self._mutant))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ def _fork(mutant: Mutant | None, tests: tuple[str, ...], log: str) -> int:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         if mutant is not None:
-            sys.meta_path.insert(0, MutatedModule(mutant))
+            sys.meta_path.insert(0, MutatedFinder(mutant))
         os.chdir(ROOT)
         code = int(pytest.main([*tests, "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]))
         sys.stdout.flush()
