@@ -11,10 +11,11 @@ from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend, open_backend
 from metrale.checkpoint import Checkpoint, open_checkpoint
 from metrale.errors import InvalidInput
+from metrale.nllb.admission import Languages
 from metrale.nllb.checks import token_id
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.limits import ModelShape, ServingLimits
-from metrale.nllb.model import Languages, NllbModel
+from metrale.nllb.model import NllbModel
 from metrale.nllb.plan import MemoryPlan, plan_memory
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
 from metrale.nllb.weights import WeightMap, match_weights

@@ -13,6 +13,7 @@ from typing import Any, overload
 from metrale.engine import FinishReason, Generated, Request, generate_greedy
 from metrale.errors import InvalidInput, NotSupported
 from metrale.factory import load
+from metrale.nllb.admission import FRAME_LEN
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import NllbTokenizer
 
@@ -246,7 +247,7 @@ class Translator:
         )
 
     def _job(self, index: int, tokens: list[int], source: str, target: str, truncate: bool) -> _Job:
-        most = self.model.shape.limits.max_source_len - 2  # language and EOS
+        most = self.model.shape.limits.max_source_len - FRAME_LEN
         if len(tokens) > most and not truncate:
             raise InvalidInput(f"texts[{index}]", f"a text of at most {most} tokens", f"{len(tokens)} tokens")
         return _Job(index, tokens[:most], len(tokens) > most, source, target)

@@ -17,8 +17,9 @@ class ModelLifecycle(ABC):
     """Everything about a sequence except its forward passes.
 
     A sequence holds one slot from ``alloc_sequence`` to ``free_sequence``. To keep the live slots contiguous when a
-    sequence in the middle retires, a caller moves a survivor into its slot, in this order: ``compact_sequence(survivor,
-    retired.slot_idx)``, ``detach_slot_for_reuse(retired)``, ``free_sequence(retired)``.
+    sequence in the middle retires, a caller first takes the slot from it and then moves a survivor there:
+    ``slot = retired.slot_idx``, ``detach_slot_for_reuse(retired)``, ``compact_sequence(survivor, slot)``. Freeing the
+    detached sequence afterwards does nothing.
     """
 
     def teardown(self) -> None:
@@ -61,7 +62,7 @@ class ModelLifecycle(ABC):
 
     @abstractmethod
     def detach_slot_for_reuse(self, seq: SequenceState) -> None:
-        """Make a retired sequence give up a slot that a survivor has moved into: ``seq.slot_idx`` becomes DETACHED.
+        """Make a retired sequence give up its slot, for a survivor to move into: ``seq.slot_idx`` becomes DETACHED.
 
         Whatever else would release the slot for ``seq`` is disarmed with it.
         """

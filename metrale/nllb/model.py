@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, cast
 
@@ -19,12 +18,13 @@ from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.checkpoint import Checkpoint
 from metrale.errors import InvalidInput, NonFiniteLogits, SequenceError
-from metrale.model import LogitsDtype, PrefillSlice, SequenceState, refusal
+from metrale.model import LogitsDtype, PrefillSlice, SequenceState
+from metrale.nllb.admission import FRAME_LEN, PREFIX_LEN, Admission, Languages, Prompt
 from metrale.nllb.checks import token_id, token_ids
 from metrale.nllb.decoder import Decoder, Feed
 from metrale.nllb.device_weights import load_weights
 from metrale.nllb.encoder import Encoder
-from metrale.nllb.kv import KvPool, Span
+from metrale.nllb.kv import KvPool
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.logits import LogitsRows
 from metrale.nllb.plan import MemoryPlan, plan_memory
@@ -33,27 +33,6 @@ from metrale.nllb.tokenizer import NllbTokenizer
 from metrale.nllb.unsupported import TranslationOnly
 from metrale.nllb.weights import WeightMap
 from metrale.nllb.workspace import Workspace
-
-PREFIX_LEN: Final = 2
-"""Tokens that prefill feeds to the decoder: the decoder start and the target language."""
-
-
-@dataclass(frozen=True, slots=True)
-class Languages:
-    """The language ids that a sequence's 0 stands for; None when there is no default."""
-
-    source: int | None = None
-    target: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """One checked prefill: what the encoder and the decoder are fed."""
-
-    seq: SequenceState
-    span: Span
-    source: tuple[int, ...]
-    target: int
 
 
 class NllbModel(TranslationOnly):
@@ -120,6 +99,7 @@ class NllbModel(TranslationOnly):
         self._decoder = Decoder(gpu, shape, params, space)
         self._hidden = space["decoder.hidden"]
         self._table = SequenceTable(pool, shape.limits.max_batch)
+        self._admission = Admission(type(self).__name__, shape, self.languages, self._table)
 
     def __enter__(self) -> NllbModel:
         return self
@@ -161,7 +141,7 @@ class NllbModel(TranslationOnly):
         A sequence's tokens are its source (with language and EOS) and what its decoder consumes (with the start token
         and the language); more than the model's limits allow is cut to them.
         """
-        least = 2 + PREFIX_LEN
+        least = FRAME_LEN + PREFIX_LEN
         if isinstance(budget_tokens, bool) or not isinstance(budget_tokens, int) or budget_tokens < least:
             raise InvalidInput("budget_tokens", f"an int of at least {least}", budget_tokens)
         with self._lock:
@@ -206,7 +186,7 @@ class NllbModel(TranslationOnly):
         with self._lock:
             self._check_open()
             ids = token_ids("tokens", tokens, self.shape.vocab)
-            prompt = self._check_prompt(PrefillSlice.whole(ids, seq), "tokens")
+            prompt = self._admission.prompt(PrefillSlice.whole(ids, seq), "tokens")
             return self._prefill([prompt], self.shape.limits.max_batch + seq.slot_idx, stream)[0]
 
     def prefill_chunk(
@@ -228,7 +208,7 @@ class NllbModel(TranslationOnly):
         with self._lock:
             self._check_open()
             ids = token_ids("tokens", tokens, self.shape.vocab)
-            prompt = self._check_prompt(PrefillSlice(ids, seq, chunk_start, chunk_len, is_last_chunk), "tokens")
+            prompt = self._admission.prompt(PrefillSlice(ids, seq, chunk_start, chunk_len, is_last_chunk), "tokens")
             return self._prefill([prompt], self.shape.limits.max_batch + seq.slot_idx, stream)[0]
 
     def prefill_batch_chunk(self, streams: Sequence[PrefillSlice], stream: StreamLike = 0) -> list[DevicePtr]:
@@ -254,8 +234,8 @@ class NllbModel(TranslationOnly):
                 raise InvalidInput(
                     "row_base", f"rows {row_base} to {row_base} + {len(streams)} within {rows}", row_base
                 )
-            prompts = [self._check_prompt(one, f"streams[{index}]") for index, one in enumerate(streams)]
-            self._check_distinct([one.seq for one in streams], "streams")
+            prompts = [self._admission.prompt(one, f"streams[{index}]") for index, one in enumerate(streams)]
+            self._admission.check_distinct([one.seq for one in streams], "streams")
             return self._prefill(prompts, row_base, stream)
 
     def decode(self, token: int, seq: SequenceState, stream: StreamLike = 0) -> DevicePtr:
@@ -279,8 +259,8 @@ class NllbModel(TranslationOnly):
                 most = self.shape.limits.max_batch
                 got = f"{len(ids)} tokens and {len(seqs)} sequences"
                 raise InvalidInput("tokens, seqs", f"one token for each of 1 to {most} sequences", got)
-            self._check_distinct(seqs, "seqs")
-            spans = [self._decodable(seq) for seq in seqs]
+            self._admission.check_distinct(seqs, "seqs")
+            spans = [self._admission.decodable(seq) for seq in seqs]
             feeds = [Feed((token,), seq.seq_len, span) for token, seq, span in zip(ids, seqs, spans, strict=True)]
             with self._forward(stream):
                 self._decoder.run(feeds, self._logits.arena.base, stream)
@@ -290,7 +270,7 @@ class NllbModel(TranslationOnly):
                 seq.seq_len += 1
             return self._logits.arena.base
 
-    def _prefill(self, prompts: list[_Prompt], row: int, stream: StreamLike) -> list[DevicePtr]:
+    def _prefill(self, prompts: list[Prompt], row: int, stream: StreamLike) -> list[DevicePtr]:
         start = self.config.generation.decoder_start_token_id
         with self._forward(stream):
             for prompt in prompts:
@@ -307,9 +287,9 @@ class NllbModel(TranslationOnly):
             prompt.seq.seq_len = prompt.seq.prompt_len = PREFIX_LEN
         return [self._logits.arena.row(row + index) for index in range(len(prompts))]
 
-    def _encoder_groups(self, prompts: list[_Prompt]) -> list[list[_Prompt]]:
+    def _encoder_groups(self, prompts: list[Prompt]) -> list[list[Prompt]]:
         """Split prompts, in order, into packed passes that the workspace can hold."""
-        groups: list[list[_Prompt]] = [[]]
+        groups: list[list[Prompt]] = [[]]
         room = self.shape.limits.encoder_tokens
         for prompt in prompts:
             if len(prompt.source) > room:
@@ -327,49 +307,6 @@ class NllbModel(TranslationOnly):
             yield
         finally:
             self.gpu.record_event(self._idle, stream)
-
-    # checks
-
-    def _check_prompt(self, one: PrefillSlice, argument: str) -> _Prompt:
-        span = self._table.span(one.seq)
-        if one.chunk_start != 0 or not one.is_last_chunk or one.chunk_len != len(one.prompt_tokens):
-            raise InvalidInput(
-                f"{argument}: chunk",
-                f"the whole source in one chunk (0, {len(one.prompt_tokens)}, last)",
-                f"({one.chunk_start}, {one.chunk_len}, {'last' if one.is_last_chunk else 'not last'})",
-            )
-        if one.seq.adapter_slot != -1:
-            raise refusal(self, "adapter_slot", f"no adapter is resident in slot {one.seq.adapter_slot}")
-        tokens = token_ids(argument, one.prompt_tokens, self.shape.vocab)
-        source_language = self._language("src_lang_id", one.seq.src_lang_id, self.languages.source, "source")
-        target_language = self._language("tgt_lang_id", one.seq.tgt_lang_id, self.languages.target, "target")
-        source = (source_language, *tokens, self.config.eos_token_id[0])
-        most = min(self.shape.limits.max_source_len, span.positions - PREFIX_LEN)
-        if len(source) > most:
-            raise InvalidInput(argument, f"at most {most - 2} ids (with language and EOS {most})", f"{len(tokens)} ids")
-        return _Prompt(one.seq, span, source, target_language)
-
-    def _language(self, argument: str, given: int, default: int | None, keyword: str) -> int:
-        language = token_id(argument, given, self.shape.vocab)
-        if language:
-            return language
-        if default is None:
-            raise InvalidInput(argument, f"a language id (the model was loaded without a default {keyword}=)", 0)
-        return default
-
-    def _decodable(self, seq: SequenceState) -> Span:
-        span = self._table.span(seq)
-        if not span.source_len or not seq.seq_len:
-            raise SequenceError(f"decode: the sequence in slot {seq.slot_idx} has not been prefilled")
-        most = min(self.shape.limits.target_positions, span.positions - span.source_len)
-        if seq.seq_len >= most:
-            raise SequenceError(f"decode: the sequence in slot {seq.slot_idx} is full: it has {most} decoder positions")
-        return span
-
-    @staticmethod
-    def _check_distinct(seqs: Sequence[SequenceState], argument: str) -> None:
-        if len({id(seq) for seq in seqs}) < len(seqs):
-            raise InvalidInput(argument, "different sequences", "one of them twice")
 
     # logits
 

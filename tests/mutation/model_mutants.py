@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from tests.mutation.mutant import Mutant
 
-# The quick tests of the model; the slow ones about memory have nothing to say about these rules.
-_SKIPPED = ("tests/nllb/test_model_endurance.py", "tests/nllb/test_model_loading.py")
-_MODEL = ("tests/nllb", "-k", "model", *(f"--ignore={path}" for path in _SKIPPED))
-_TEXT = ("tests/test_translator.py", "tests/engine")
+
+def _files(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/nllb/test_model_{name}.py" for name in names)
 
 
-def _rules(group: str, module: str, *changes: tuple[str, str], tests: tuple[str, ...] = _MODEL) -> list[Mutant]:
+# Those that notice first stand first; the slow ones about memory have nothing to say about these rules.
+_NUMBERS = (*_files("logits"), "-k", "not float16")
+_STATE = _files("rows", "sequences", "limits", "refusals", "reading", "failures", "memory", "factory", "streams")
+_BOTH = (*_STATE, *_files("batching"), *_NUMBERS)
+
+
+def _rules(group: str, module: str, tests: tuple[str, ...], *changes: tuple[str, str]) -> list[Mutant]:
     return [Mutant(group, module, old, new, tests) for old, new in changes]
 
 
@@ -19,6 +24,7 @@ MODEL_MUTANTS: list[Mutant] = [
     *_rules(
         "positions",
         "metrale.nllb.positions",
+        _NUMBERS,
         ("np.arange(first, first + count)", "np.arange(first + 1, first + 1 + count)"),
         ("(half - 1)", "half"),
         ("-math.log(10000.0)", "math.log(10000.0)"),
@@ -30,12 +36,14 @@ MODEL_MUTANTS: list[Mutant] = [
     *_rules(
         "positions",
         "metrale.nllb.device_weights",
+        _NUMBERS,
         ("sinusoidal(config.pad_token_id + 1,", "sinusoidal(config.pad_token_id,"),
         ("sinusoidal(config.pad_token_id + 1,", "sinusoidal(2,"),
     ),
     *_rules(
         "positions",
         "metrale.nllb.encoder",
+        _NUMBERS,
         ("np.concatenate([np.arange(length) for length in lengths])", "np.arange(lengths.sum())"),
         ("np.arange(length) for length", "np.arange(length)[::-1] for length"),
         ("np.concatenate([[0], np.cumsum(lengths)])", "np.concatenate([[0], np.cumsum(lengths[::-1])])"),
@@ -47,6 +55,7 @@ MODEL_MUTANTS: list[Mutant] = [
     *_rules(
         "positions",
         "metrale.nllb.decoder",
+        _NUMBERS,
         ("feed.first + step for feed", "feed.first for feed"),
         ("feed.first + step for feed", "feed.first + step + 1 for feed"),
         ("self_lengths=positions + 1", "self_lengths=np.maximum(positions, 1)"),
@@ -60,6 +69,7 @@ MODEL_MUTANTS: list[Mutant] = [
     *_rules(
         "KV cache",
         "metrale.nllb.decoder",
+        _NUMBERS,
         ("int(feed.span.target_ptr)", "int(feed.span.ptr)"),
         ("[int(feed.span.ptr) for", "[int(feed.span.target_ptr) for"),
         ("keys = index * 2 * d", "keys = 0 * 2 * d"),
@@ -74,6 +84,7 @@ MODEL_MUTANTS: list[Mutant] = [
     *_rules(
         "KV cache",
         "metrale.nllb.kv",
+        _BOTH,
         ("self.source_len * self.position_bytes", "0 * self.position_bytes"),
         ("first = start + length", "first = start"),
         ("if start - first >= positions", "if start - first >= positions - 1"),
@@ -86,6 +97,7 @@ MODEL_MUTANTS: list[Mutant] = [
     *_rules(
         "KV cache",
         "metrale.nllb.encoder",
+        _BOTH,
         (
             "np.repeat(np.array([int(span.ptr) for span in spans]",
             "np.repeat(np.array([int(spans[0].ptr) for span in spans]",
@@ -97,30 +109,43 @@ MODEL_MUTANTS: list[Mutant] = [
     ),
     *_rules(
         "languages",
-        "metrale.nllb.model",
+        "metrale.nllb.admission",
+        _BOTH,
         ("source = (source_language, *tokens, self", "source = (*tokens, source_language, self"),
         ("source = (source_language, *tokens, self", "source = (target_language, *tokens, self"),
-        ("*tokens, self.config.eos_token_id[0])", "*tokens)"),
-        ("self.config.eos_token_id[0])", "2)"),
-        ("Feed((start, prompt.target), 0", "Feed((prompt.target, start), 0"),
-        ("start = self.config.generation.decoder_start_token_id", "start = 2"),
-        (
-            'one.seq.src_lang_id, self.languages.source, "source"',
-            'one.seq.src_lang_id, self.languages.target, "source"',
-        ),
-        (
-            'one.seq.tgt_lang_id, self.languages.target, "target"',
-            'one.seq.src_lang_id, self.languages.target, "target"',
-        ),
+        ("*tokens, self._shape.config.eos_token_id[0])", "*tokens)"),
+        ("self._shape.config.eos_token_id[0])", "2)"),
+        ('seq.src_lang_id, self._languages.source, "source"', 'seq.src_lang_id, self._languages.target, "source"'),
+        ('seq.tgt_lang_id, self._languages.target, "target"', 'seq.src_lang_id, self._languages.target, "target"'),
         ("        if language:\n            return language\n", ""),
         (
-            "return _Prompt(one.seq, span, source, target_language)",
-            "return _Prompt(one.seq, span, source, source_language)",
+            "return Prompt(one.seq, span, source, target_language)",
+            "return Prompt(one.seq, span, source, source_language)",
         ),
+    ),
+    *_rules(
+        "languages",
+        "metrale.nllb.model",
+        _BOTH,
+        ("Feed((start, prompt.target), 0", "Feed((prompt.target, start), 0"),
+        ("start = self.config.generation.decoder_start_token_id", "start = 2"),
+    ),
+    *_rules(
+        "slots and rows",
+        "metrale.nllb.admission",
+        _BOTH,
+        ("if seq.seq_len >= most", "if seq.seq_len > most"),
+        ("if len(source) > most", "if len(source) > most + 1"),
+        ("len({id(seq) for seq in seqs}) < len(seqs)", "False"),
+        ("span.positions - span.source_len)", "span.positions)"),
+        ("span.positions - PREFIX_LEN)", "span.positions)"),
+        ("if not span.source_len or not seq.seq_len:", "if False:"),
+        ("one.chunk_start != 0 or not", "not"),
     ),
     *_rules(
         "slots and rows",
         "metrale.nllb.model",
+        _BOTH,
         (
             "self.shape.limits.max_batch + seq.slot_idx, stream)[0]\n\n    def prefill_chunk",
             "seq.slot_idx, stream)[0]\n\n    def prefill_chunk",
@@ -136,9 +161,6 @@ MODEL_MUTANTS: list[Mutant] = [
         ("seq.seq_len += 1", "seq.seq_len += 2"),
         ("seq.tokens.append(token)", "seq.tokens.insert(0, token)"),
         ("prompt.seq.tokens = [start, prompt.target]", "prompt.seq.tokens = [prompt.target]"),
-        ("if seq.seq_len >= most", "if seq.seq_len > most"),
-        ("if len(source) > most", "if len(source) > most + 1"),
-        ("len({id(seq) for seq in seqs}) < len(seqs)", "False"),
         ("len(seqs) > self.shape.limits.max_batch", "False"),
         ("prompt.span.source_len = len(prompt.source)", "prompt.span.source_len = len(prompt.source) + 1"),
         ("            seq.slot_idx = SequenceState.DETACHED\n", "            pass\n"),
@@ -148,6 +170,7 @@ MODEL_MUTANTS: list[Mutant] = [
     *_rules(
         "slots and rows",
         "metrale.nllb.sequences",
+        _STATE,
         ("entry is not None and entry[0] is seq", "entry is not None"),
         ("            self._pool.give_back(span)\n", ""),
         ("        if slot in self._live:\n", "        if False:\n"),
@@ -159,6 +182,7 @@ MODEL_MUTANTS: list[Mutant] = [
     *_rules(
         "slots and rows",
         "metrale.nllb.logits",
+        _STATE,
         ("np.full(stride, -np.inf", "np.full(stride, 0.0"),
         ("self._event_of_row[first : first + count] = [event] * count", "self._event_of_row[first] = event"),
         ('count * dtypes.itemsize("i32")', '0 * dtypes.itemsize("i32")'),
@@ -168,15 +192,16 @@ MODEL_MUTANTS: list[Mutant] = [
     *_rules(
         "slots and rows",
         "gpu_runtime.arena",
+        (*_STATE, "tests/gpu_runtime/test_arena.py"),
         ("return self.base.offset(position * self.row_bytes)", "return self.base"),
         ("self.padded(self.vocab)\n", "self.vocab\n"),
         ("index + rows > self.rows", "index + rows > self.rows + 1"),
         ("if rest or not", "if not"),
-        tests=("tests/nllb/test_model_rows.py", "tests/nllb/test_model_reading.py", "tests/gpu_runtime/test_arena.py"),
     ),
     *_rules(
         "layers",
         "metrale.nllb.layers",
+        _NUMBERS,
         ("LAYER_NORM_EPS: Final = 1e-5", "LAYER_NORM_EPS: Final = 1e-4"),
         ("scale=shape.config.embed_scale", "scale=1.0"),
         ("activation=config.activation_function", 'activation="relu"'),
@@ -193,6 +218,7 @@ MODEL_MUTANTS: list[Mutant] = [
     *_rules(
         "weights",
         "metrale.nllb.device_weights",
+        _NUMBERS,
         ('"cross_q": (names.cross_attn.q,)', '"cross_q": (names.cross_attn.k,)'),
         ('"cross_out": (names.cross_attn.out,)', '"cross_out": (names.self_attn.out,)'),
         ('"cross_norm": (names.cross_attn_norm,)', '"cross_norm": (names.self_attn_norm,)'),
