@@ -2,7 +2,7 @@
 """The device layer: pointers, memory, launches, streams and graphs. It knows nothing of models."""
 
 from gpu_runtime.arena import Arena, Layout, LogitsArena
-from gpu_runtime.backend import GpuBackend, KernelHandle, LaunchRecord, PinnedMemory, open_backend
+from gpu_runtime.backend import GpuBackend, open_backend
 from gpu_runtime.config import Config
 from gpu_runtime.errors import (
     BackendUnavailable,
@@ -12,6 +12,7 @@ from gpu_runtime.errors import (
     OutOfMemory,
     UnknownKernel,
 )
+from gpu_runtime.handles import KernelHandle, LaunchRecord, PinnedMemory
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.limits import Limits
 from gpu_runtime.op import AddressTable, Arg, LaunchPlan, Op, OpRegistry, OpSpec, Tolerance

@@ -13,14 +13,12 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import numpy as np
-
 from gpu_runtime.config import Config
 from gpu_runtime.errors import BackendUnavailable
+from gpu_runtime.handles import KernelHandle, LaunchRecord, PinnedMemory
 from gpu_runtime.launch import Dim3
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.limits import Limits
@@ -28,48 +26,6 @@ from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 
 NULL = DevicePtr.NULL
-
-
-@dataclass(frozen=True, slots=True)
-class KernelHandle:
-    """A kernel that a backend can launch: its module and entry-point name."""
-
-    module: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchRecord:
-    """One traced operation.
-
-    Attributes
-    ----------
-    kind : str
-        ``kernel``, ``gemm``, ``copy`` or ``memset``.
-    name : str
-        Entry point, or the kind of copy (``h2d``, ``d2h``, ``d2d``), or the product's shape.
-    grid, block : tuple of int
-        Geometry of a kernel; empty for everything else.
-    nbytes : int
-        Bytes that a copy or memset moves; 0 for everything else.
-    stream : int
-    """
-
-    kind: Literal["kernel", "gemm", "copy", "memset"]
-    name: str
-    grid: tuple[int, ...] = ()
-    block: tuple[int, ...] = ()
-    nbytes: int = 0
-    stream: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PinnedMemory:
-    """Page-locked host memory. ``array`` is its bytes; ``address`` its host address. Freed by `free_host_pinned`."""
-
-    address: int
-    nbytes: int
-    array: np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class GpuBackend(abc.ABC):

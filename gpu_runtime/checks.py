@@ -34,7 +34,7 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
 
 
 def _index(name: str, value: Any) -> int:
-    if isinstance(value, bool):
+    if isinstance(value, bool | np.bool_):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     try:
         return int(operator.index(value))

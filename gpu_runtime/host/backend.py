@@ -12,9 +12,10 @@ from typing import Any, Literal
 import numpy as np
 
 from gpu_runtime import checks, dtypes
-from gpu_runtime.backend import NULL, KernelHandle, LaunchRecord
+from gpu_runtime.backend import NULL
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.gemm import Gemm, gemm_reference
+from gpu_runtime.handles import KernelHandle, LaunchRecord
 from gpu_runtime.host.memory import HostMemory
 from gpu_runtime.host.memory_calls import MemoryCalls
 from gpu_runtime.host.prepared import Prepared, PreparedCalls

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from gpu_runtime import checks
-from gpu_runtime.backend import LaunchRecord, PinnedMemory
 from gpu_runtime.errors import InvalidPointer
+from gpu_runtime.handles import LaunchRecord, PinnedMemory
 from gpu_runtime.host.memory import HostMemory, as_bytes
 from gpu_runtime.host.stream_calls import StreamCalls
 from gpu_runtime.host.streams import Order, Work

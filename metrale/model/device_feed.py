@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_runtime.backend import PinnedMemory
+from gpu_runtime.handles import PinnedMemory
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.model.refusal import refusal

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
+from gpu_runtime import checks
 from metrale.errors import InvalidInput
 
 
@@ -17,16 +17,10 @@ def token_id(argument: str, value: object, vocab: int) -> int:
     InvalidInput
         When it is not an integer (a bool or a float is none), or not in the vocabulary.
     """
-    expected = f"an id in [0, {vocab})"
-    if isinstance(value, bool):
-        raise InvalidInput(argument, expected, value)
     try:
-        number = operator.index(value)  # type: ignore[arg-type]  # what is no integer is refused right here
-    except TypeError:
-        raise InvalidInput(argument, expected, value) from None
-    if not 0 <= number < vocab:
-        raise InvalidInput(argument, expected, number)
-    return number
+        return checks.integer(argument, value, 0, vocab - 1)
+    except (TypeError, ValueError):
+        raise InvalidInput(argument, f"an id in [0, {vocab})", value) from None
 
 
 def token_ids(argument: str, values: Sequence[int], vocab: int) -> list[int]:
@@ -37,4 +31,7 @@ def token_ids(argument: str, values: Sequence[int], vocab: int) -> list[int]:
         items = list(values)
     except TypeError:
         raise InvalidInput(argument, "a sequence of ids", values) from None
-    return [token_id(f"{argument}[{index}]", value, vocab) for index, value in enumerate(items)]
+    return [
+        value if type(value) is int and 0 <= value < vocab else token_id(f"{argument}[{index}]", value, vocab)
+        for index, value in enumerate(items)
+    ]

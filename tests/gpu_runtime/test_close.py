@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from gpu_runtime import errors
-from gpu_runtime.backend import GpuBackend, KernelHandle
+from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError, GpuRuntimeError
+from gpu_runtime.handles import KernelHandle
 from gpu_runtime.host import HostBackend
 from gpu_runtime.streams import LEGACY_STREAM
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import metrale.model as interface
-from gpu_runtime.backend import PinnedMemory
+from gpu_runtime.handles import PinnedMemory
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.errors import InvalidInput, MetraleError, NotSupported

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from gpu_runtime.backend import LaunchRecord
+from gpu_runtime.handles import LaunchRecord
 from metrale.model import PrefillSlice
 from metrale.nllb.model import NllbModel
 from tests.nllb.conftest import MakeModel
