@@ -3,9 +3,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+
+def restore(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    """Rebuild an exception that was pickled, without calling a constructor whose arguments are not ``args``."""
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
 
 class GpuRuntimeError(RuntimeError):
-    """Base of every error that the device layer raises."""
+    """Base of every error that the device layer raises. Errors survive pickling, as process pools need."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restore, (type(self), self.args, self.__dict__)
 
 
 class BackendUnavailable(GpuRuntimeError):

@@ -3,9 +3,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from gpu_runtime.errors import restore
+
 
 class MetraleError(Exception):
-    """Base of every error that the model layer raises by itself."""
+    """Base of every error that the model layer raises by itself. Errors survive pickling, as process pools need."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restore, (type(self), self.args, self.__dict__)
 
 
 class InvalidInput(MetraleError, ValueError):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -69,7 +68,7 @@ class _Job:
 class Translator:
     """Translates texts with one model.
 
-    Safe to call from several threads; calls are served one at a time, each with all the lanes that the model has free.
+    Safe to call from several threads, and beside other users of the same model: a batch has the model to itself.
 
     Parameters
     ----------
@@ -98,7 +97,6 @@ class Translator:
             self.close()
             raise InvalidInput("model", "a checkpoint with a tokenizer", "one that serves token ids only")
         self._tokenizer: NllbTokenizer = self.model.tokenizer
-        self._lock = threading.Lock()  # two calls at once would take each other's lanes
 
     def __enter__(self) -> Translator:
         return self
@@ -227,8 +225,7 @@ class Translator:
             Request(job.tokens, language(job.source), language(job.target), max_new_tokens, eos) for job in jobs
         ]
         report = None if progress is None else lambda count: progress(blank + count)
-        with self._lock:
-            generated = generate_greedy(self.model, requests, scores=scores, progress=report)
+        generated = generate_greedy(self.model, requests, scores=scores, progress=report)
         for job, outcome in zip(jobs, generated, strict=True):
             results[job.index] = self._translation(job, outcome, scores)
 

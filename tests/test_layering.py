@@ -17,7 +17,7 @@ BELOW: dict[str, set[str]] = {
     "gpu_runtime": set(),
     "gpu_runtime.host": {"gpu_runtime"},
     "gpu_runtime.cuda": {"gpu_runtime"},
-    "metrale.errors": set(),
+    "metrale.errors": {"gpu_runtime"},
     "metrale.checkpoint": {"gpu_runtime", "metrale.errors"},
     "metrale.ops": {"gpu_runtime", "metrale.errors"},
     "metrale.model": {"gpu_runtime", "metrale.errors"},

@@ -95,7 +95,8 @@ def generate_greedy(
     """Run every request to its end and return the results in order.
 
     Requests are batched in the order given, so those of similar length should be neighbours. A request whose logits
-    are not finite ends with "error"; the others of its batch go on.
+    are not finite ends with "error"; the others of its batch go on. Each batch has the model to itself
+    (`Model.exclusive`); between batches other threads get their turn.
 
     Parameters
     ----------
@@ -124,35 +125,39 @@ def generate_greedy(
     waiting = [index for index, request in enumerate(requests) if request.max_new_tokens > 1]
     finished(len(requests) - len(waiting))  # one new token is the language token, which is given
     while waiting:
-        lanes = _open_lanes(model, requests, results, waiting)
-        waiting = waiting[len(lanes) :]
-        try:
-            _run_batch(model, lanes, scores, finished)
-        finally:
-            for lane in lanes:
-                model.free_sequence(lane.seq)
+        lanes: list[_Lane] = []
+        with model.exclusive():  # rows and slots are the model's: another caller's step would write the same rows
+            try:
+                _open_lanes(model, requests, results, waiting, lanes)
+                waiting = waiting[len(lanes) :]
+                _run_batch(model, lanes, scores, finished)
+            finally:
+                for lane in lanes:
+                    model.free_sequence(lane.seq)
     return results
 
 
 def _open_lanes(
-    model: Model, requests: Sequence[Request], results: Sequence[Generated], waiting: Sequence[int]
-) -> list[_Lane]:
-    """Allocate sequences for as many of the waiting requests as fit, in order; at least one."""
-    lanes: list[_Lane] = []
+    model: Model,
+    requests: Sequence[Request],
+    results: Sequence[Generated],
+    waiting: Sequence[int],
+    lanes: list[_Lane],
+) -> None:
+    """Allocate sequences for as many of the waiting requests as fit, in order, into ``lanes``; at least one."""
     for index in waiting:
         request = requests[index]
         try:
             seq = model.alloc_sequence_for(len(request.prompt_tokens) + _FRAMING + request.max_new_tokens)
         except (SequenceError, OutOfMemory):
             if lanes:
-                break
+                return
             raise
+        lanes.append(_Lane(index, request, seq, results[index]))  # first of all: whoever is in lanes is freed
         seq.src_lang_id, seq.tgt_lang_id = request.src_lang_id, request.tgt_lang_id
-        lanes.append(_Lane(index, request, seq, results[index]))
-    return lanes
 
 
-def _run_batch(model: Model, lanes: list[_Lane], scores: bool, finished: Callable[[int], None]) -> None:
+def _run_batch(model: Model, lanes: Sequence[_Lane], scores: bool, finished: Callable[[int], None]) -> None:
     """Prefill all lanes at once and decode until the last one ends; a lane that ends leaves the batch at once."""
     slices = [PrefillSlice.whole(lane.request.prompt_tokens, lane.seq) for lane in lanes]
     first_row = model.prefill_batch_chunk(slices)[0]

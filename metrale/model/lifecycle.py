@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import BinaryIO
+from contextlib import AbstractContextManager, nullcontext
+from typing import BinaryIO, Final
 
 from metrale.model.refusal import refusal
 from metrale.model.types import SequenceState
+
+UNLOCKED: Final = nullcontext()
+"""The context of a model that does not serialise its callers. It may be entered any number of times."""
 
 
 class ModelLifecycle(ABC):
@@ -24,6 +28,14 @@ class ModelLifecycle(ABC):
 
     def teardown(self) -> None:
         """Give back all device memory of the model. No call on the model may follow. Default: nothing."""
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Return a context in which no other thread's call is served; the same thread may nest it.
+
+        Threads that share a model hold it from a step to the last read of the rows that the step wrote, because another
+        thread's step writes the same rows. Default: a context that does nothing, for models used by one thread.
+        """
+        return UNLOCKED
 
     @abstractmethod
     def bind_gpu_to_thread(self) -> None:

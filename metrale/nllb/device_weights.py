@@ -36,6 +36,7 @@ from metrale.nllb.weights import (
 
 _EMBEDDING: Final = "embedding"
 _POSITIONS: Final = "position_table"
+_POSITION_ROWS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +173,7 @@ def load_weights(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, fou
             at = arena[region]
             for name in names:
                 at = _upload(gpu, shape, checkpoint, found.sources[name], at)
-        config = shape.config
-        table = sinusoidal(config.pad_token_id + 1, shape.position_count, config.d_model)
-        gpu.copy_h2d(table, arena[_POSITIONS])
+        _upload_positions(gpu, shape, arena[_POSITIONS])
     except BaseException:
         arena.free()
         raise
@@ -188,6 +187,16 @@ def _upload(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, name: st
         gpu.copy_h2d(data, at)
         at = at.offset(data.nbytes)
     return at
+
+
+def _upload_positions(gpu: GpuBackend, shape: ModelShape, at: DevicePtr) -> None:
+    """Fill the table of positions, some rows at a time: in float64 it would be several times its size."""
+    config = shape.config
+    for start in range(0, shape.position_count, _POSITION_ROWS):
+        rows = min(_POSITION_ROWS, shape.position_count - start)
+        table = sinusoidal(config.pad_token_id + 1 + start, rows, config.d_model)
+        gpu.copy_h2d(table, at)
+        at = at.offset(table.nbytes)
 
 
 def _addresses(arena: Arena, config: NllbConfig) -> DeviceWeights:

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend
+from gpu_runtime.handles import PinnedMemory
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.checkpoint import Checkpoint
-from metrale.errors import InvalidInput, NonFiniteLogits, SequenceError
+from metrale.errors import InvalidInput, NonFiniteLogits, NotSupported, SequenceError
 from metrale.model import LogitsDtype, PrefillSlice, SequenceState
 from metrale.nllb.admission import FRAME_LEN, PREFIX_LEN, Admission, Languages, Prompt
 from metrale.nllb.checks import token_id, token_ids
@@ -27,7 +28,7 @@ from metrale.nllb.encoder import Encoder
 from metrale.nllb.kv import KvPool
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.logits import LogitsRows
-from metrale.nllb.plan import MemoryPlan, plan_memory
+from metrale.nllb.plan import MemoryPlan, check_memory, plan_memory
 from metrale.nllb.sequences import SequenceTable
 from metrale.nllb.tokenizer import NllbTokenizer
 from metrale.nllb.unsupported import TranslationOnly
@@ -38,9 +39,12 @@ from metrale.nllb.workspace import Workspace
 class NllbModel(TranslationOnly):
     """A translation model on one device.
 
-    Calls from several threads are served one at a time. Forward calls enqueue and return the address of a logits row;
-    the calls that read rows wait for them. A call that is refused leaves every sequence as it was; so does one that
-    the device fails, except that a sequence which was being prefilled *again* is left empty.
+    Calls from several threads are served one at a time; threads that share rows or slots hold `exclusive` over a step
+    and its reads. Forward calls enqueue and return the address of a logits row; the calls that read rows wait for them.
+    A row holds until the next call that writes it: decode lane ``i`` is the same row for everyone.
+
+    A call that is refused leaves every sequence as it was; so does one that the device fails, except that a sequence
+    which was being prefilled *again* is left empty.
 
     Parameters
     ----------
@@ -83,6 +87,7 @@ class NllbModel(TranslationOnly):
         with ExitStack() as undo:
             if owns_gpu:
                 undo.callback(gpu.close)
+            check_memory(gpu, plan_memory(shape))
             params = load_weights(gpu, shape, checkpoint, weights)
             undo.callback(params.arena.free)
             pool = KvPool(gpu, shape.kv_bytes, shape.position_bytes)
@@ -129,6 +134,9 @@ class NllbModel(TranslationOnly):
         if self._teardown is None:
             raise SequenceError("the model is closed")
 
+    def exclusive(self) -> AbstractContextManager[object]:
+        return self._lock
+
     def bind_gpu_to_thread(self) -> None:
         self.gpu.bind_to_thread()
 
@@ -171,8 +179,16 @@ class NllbModel(TranslationOnly):
             self._table.move(seq, new_slot)
 
     def detach_slot_for_reuse(self, seq: SequenceState) -> None:
-        """Release what ``seq`` still holds and set its slot to DETACHED, so that freeing it later does nothing."""
+        """Release what ``seq`` holds, as `free_sequence` does.
+
+        Raises
+        ------
+        SequenceError
+            When ``seq`` holds a slot of another model: detaching it here would lose that slot.
+        """
         with self._lock:
+            if self._teardown is not None and not self._table.owns(seq) and not seq.is_detached:
+                raise SequenceError(f"detach_slot_for_reuse: slot {seq.slot_idx} is not held for seq by this model")
             self.free_sequence(seq)
             seq.slot_idx = SequenceState.DETACHED
 
@@ -302,6 +318,8 @@ class NllbModel(TranslationOnly):
     @contextmanager
     def _forward(self, stream: StreamLike) -> Iterator[None]:
         """Order a forward after the last one, whose activations it overwrites, even if that failed half way."""
+        if self.gpu.stream_is_capturing(stream):
+            raise NotSupported(type(self).__name__, "capture", "a forward writes tables that change from call to call")
         self.gpu.stream_wait_event(stream, self._idle)
         try:
             yield
@@ -380,6 +398,24 @@ class NllbModel(TranslationOnly):
 
     def record_event(self, event: int, stream: StreamLike = 0) -> None:
         self.gpu.record_event(event, stream)
+
+    def event_query(self, event: int) -> bool:
+        return self.gpu.event_query(event)
+
+    def event_synchronize(self, event: int) -> None:
+        self.gpu.event_synchronize(event)
+
+    def destroy_event(self, event: int) -> None:
+        self.gpu.destroy_event(event)
+
+    def copy_d2h_async(self, src: DevicePtr, dst: NDArray[Any], stream: StreamLike = 0) -> None:
+        self.gpu.copy_d2h_async(src, dst, stream)
+
+    def alloc_host_pinned(self, nbytes: int) -> PinnedMemory:
+        return self.gpu.alloc_host_pinned(nbytes)
+
+    def free_host_pinned(self, memory: PinnedMemory) -> None:
+        self.gpu.free_host_pinned(memory)
 
     def stream_wait_event(self, stream: StreamLike, event: int) -> None:
         self.gpu.stream_wait_event(stream, event)

@@ -65,10 +65,11 @@ class SequenceTable:
         return self._live[seq.slot_idx][1]
 
     def free(self, seq: SequenceState) -> None:
-        """Release the slot and the span of ``seq``; nothing when it holds none."""
+        """Release the slot and the span of ``seq``, which is detached from then on; nothing when it holds none."""
         if self.owns(seq):
             _, span = self._live.pop(seq.slot_idx)
             self._pool.give_back(span)
+            seq.slot_idx = SequenceState.DETACHED
 
     def move(self, seq: SequenceState, slot: int) -> None:
         """Let ``seq`` hold ``slot`` instead of its own, which becomes free. The span stays where it is.

@@ -46,6 +46,7 @@ from metrale.model import (
     VerifyBatchedOpts,
     padded_batch_n,
 )
+from metrale.model.lifecycle import UNLOCKED
 
 DECODE_ROW = DevicePtr(0x1000)
 PREFILL_ROW = DevicePtr(0x2000)
@@ -118,6 +119,7 @@ DEFAULTS = [
     Row(ModelStreams, "stream_wait_event", (STREAM, 3)),
     Row(ModelStreams, "synchronize", (STREAM,)),
     Row(ModelLifecycle, "teardown"),
+    Row(ModelLifecycle, "exclusive", (), UNLOCKED),
     Row(ModelLifecycle, "alloc_sequence_for", (100,), SEQ, (("alloc_sequence",),)),
     Row(ModelLifecycle, "save_sequence_state", (SEQ, io.BytesIO()), REFUSES),
     Row(ModelLifecycle, "restore_sequence_state", (SEQ, 1, io.BytesIO()), REFUSES),

@@ -37,8 +37,8 @@ MODEL_MUTANTS: list[Mutant] = [
         "positions",
         "metrale.nllb.device_weights",
         _NUMBERS,
-        ("sinusoidal(config.pad_token_id + 1,", "sinusoidal(config.pad_token_id,"),
-        ("sinusoidal(config.pad_token_id + 1,", "sinusoidal(2,"),
+        ("sinusoidal(config.pad_token_id + 1 + start", "sinusoidal(config.pad_token_id + start"),
+        ("sinusoidal(config.pad_token_id + 1 + start", "sinusoidal(2 + start"),
     ),
     *_rules(
         "positions",
@@ -165,6 +165,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("prompt.span.source_len = len(prompt.source)", "prompt.span.source_len = len(prompt.source) + 1"),
         ("            seq.slot_idx = SequenceState.DETACHED\n", "            pass\n"),
         ("            self.free_sequence(seq)\n            seq.slot_idx", "            seq.slot_idx"),
+        ("not self._table.owns(seq) and not seq.is_detached", "False"),
         ("groups[-1].append(prompt)", "groups[0].append(prompt)"),
     ),
     *_rules(

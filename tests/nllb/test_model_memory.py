@@ -103,12 +103,36 @@ def thresholds(plan: MemoryPlan) -> list[int]:
     return [int(total) - 1 for total in sums]
 
 
+def test_a_plan_that_cannot_fit_is_refused_before_anything_is_read(tiny_folder: Path) -> None:
+    plan = metrale.memory_plan(tiny_folder, "host", "float32", **SMALL)
+    with HostBackend(memory_limit=plan.total - 1) as gpu, gpu.launch_trace() as trace:
+        with pytest.raises(
+            OutOfMemory, match=r"the model needs .* bytes \(weights .*, kv .*\), and .* are free"
+        ) as full:
+            metrale.load(tiny_folder, gpu, "float32", **SMALL)
+        assert (full.value.requested, full.value.limit) == (plan.total, plan.total - 1)
+        assert not trace
+
+
+def test_limits_past_all_memory_are_refused_at_once(tiny_folder: Path) -> None:
+    for name in ("max_batch", "max_source_len", "max_new_tokens"):
+        with pytest.raises(OutOfMemory, match="the model needs"):
+            metrale.load(tiny_folder, "host", "float32", **{name: 10**9})
+
+
+class Optimist(HostBackend):
+    """A device that promises more memory than it gives, as one that others share may do."""
+
+    def free_memory(self) -> int:
+        return 1 << 60
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_out_of_memory_at_each_allocation(tiny_folder: Path, number: int) -> None:
     """Nothing stays allocated, and the same backend then holds a smaller model."""
     plan = metrale.memory_plan(tiny_folder, "host", "float32", **SMALL)
     limit = thresholds(plan)[number]
-    with HostBackend(memory_limit=limit) as gpu:
+    with Optimist(memory_limit=limit) as gpu:
         with pytest.raises(OutOfMemory) as full:
             metrale.load(tiny_folder, gpu, "float32", **SMALL)
         assert full.value.requested == (plan.weights, plan.kv, plan.workspace, plan.logits)[number]

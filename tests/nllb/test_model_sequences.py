@@ -73,18 +73,21 @@ def assert_useless(tiny: NllbModel, seq: SequenceState) -> None:
 
 def test_a_stale_sequence_cannot_touch_its_successor(tiny: NllbModel) -> None:
     stale = prefilled(tiny, ONE)
+    slot = stale.slot_idx
     tiny.free_sequence(stale)
+    assert stale.is_detached
     assert_useless(tiny, stale)
     successor = prefilled(tiny, TWO)
-    assert successor.slot_idx == stale.slot_idx
+    assert successor.slot_idx == slot
+    stale.slot_idx = slot  # as in a caller's own copy of the state
     assert_useless(tiny, stale)
     tiny.free_sequence(stale)
     expected = state(successor)
     assert state(successor) == expected
     tiny.decode(9, successor)
     assert successor.tokens == [2, 83, 9]
-    tiny.detach_slot_for_reuse(stale)
-    assert stale.is_detached
+    with pytest.raises(SequenceError, match="slot 0 is not held for seq by this model"):
+        tiny.detach_slot_for_reuse(stale)
     tiny.decode(10, successor)
     assert tiny.alloc_sequence().slot_idx == 1
 
