@@ -10,6 +10,7 @@ its caller. Before anything is timed, both must give the same tokens for every s
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -156,6 +157,9 @@ def main() -> None:
     if options.worker:
         print(json.dumps(worker(options.worker, options.batch, options.threads, options.folder)))
         return
+    missing = [name for name in ("ctranslate2", "transformers", "torch") if importlib.util.find_spec(name) is None]
+    if missing:
+        parser.error(f"not installed: {', '.join(missing)}")
     text = json.dumps(compare(options.threads, options.rounds), indent=2)
     print(text)
     if options.output:

@@ -4,6 +4,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
+
+DEMO_LANGUAGES: Final = (
+    "eng_Latn",
+    "fra_Latn",
+    "deu_Latn",
+    "spa_Latn",
+    "ita_Latn",
+    "por_Latn",
+    "nld_Latn",
+    "rus_Cyrl",
+    "pol_Latn",
+)
+"""The languages that the demo model was trained on. Its vocabulary has the codes of NLLB's other languages as well."""
 
 
 def demo_model_path() -> Path:

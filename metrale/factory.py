@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+import warnings
 
 from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend, open_backend
 from metrale.checkpoint import Checkpoint, open_checkpoint
-from metrale.errors import InvalidInput
+from metrale.errors import CheckpointError, InvalidInput
 from metrale.nllb.admission import Languages
 from metrale.nllb.checks import token_id
 from metrale.nllb.config import NllbConfig
@@ -21,6 +21,8 @@ from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
 from metrale.nllb.weights import WeightMap, match_weights
 
 log = logging.getLogger(__name__)
+
+_ADAPTER_FILE = "adapter_config.json"
 
 PathLike = str | os.PathLike[str]
 
@@ -66,7 +68,7 @@ def load(
         When the device cannot be opened.
     """
     limits = ServingLimits(max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes)
-    config = NllbConfig.from_dir(path)
+    config = _config(path)
     with open_checkpoint(path) as checkpoint:
         weights = match_weights(config, checkpoint)
         tokenizer = _tokenizer(path, weights.vocab_size)
@@ -77,31 +79,37 @@ def load(
         _check_dtype(dtype)
         if isinstance(device, GpuBackend):
             return _build(device, config, weights, checkpoint, dtype, limits, languages, tokenizer, owns_gpu=False)
-        gpu = open_backend(device)
+        gpu = _open(device)
         log.info("device %r: %s", device, gpu.name())
         return _build(gpu, config, weights, checkpoint, dtype, limits, languages, tokenizer, owns_gpu=True)
 
 
-def memory_plan(path: PathLike, device: str | GpuBackend = "auto", dtype: str = "auto", **limits: Any) -> MemoryPlan:
+def memory_plan(
+    path: PathLike,
+    device: str | GpuBackend = "auto",
+    dtype: str = "auto",
+    *,
+    max_batch: int = 32,
+    max_source_len: int = 512,
+    max_new_tokens: int = 256,
+    max_encoder_tokens: int | None = None,
+    kv_bytes: int | None = None,
+) -> MemoryPlan:
     """Return the device memory that `load` would take with the same arguments, without allocating any.
 
-    Parameters
-    ----------
-    path, device, dtype
-        As for `load`. A device that is not open yet is opened for a moment, to resolve ``dtype="auto"``.
-    **limits
-        The keyword arguments of `ServingLimits`.
+    A device that is not open yet is opened for a moment, to resolve ``dtype="auto"``. Raises as `load` does; only
+    a plan larger than the device is no error here.
     """
-    serving = ServingLimits(**limits)
-    config = NllbConfig.from_dir(path)
+    serving = ServingLimits(max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes)
+    config = _config(path)
     with open_checkpoint(path) as checkpoint:
         vocab = match_weights(config, checkpoint).vocab_size
     _check_dtype(dtype)
     if isinstance(device, GpuBackend):
-        element = _element_type(dtype, device)
+        element = element_type(dtype, device)
     else:
-        with open_backend(device) as gpu:
-            element = _element_type(dtype, gpu)
+        with _open(device) as gpu:
+            element = element_type(dtype, gpu)
     return plan_memory(ModelShape(config, vocab, element, serving))
 
 
@@ -117,18 +125,46 @@ def _build(
     *,
     owns_gpu: bool,
 ) -> NllbModel:
-    shape = ModelShape(config, weights.vocab_size, _element_type(dtype, gpu), limits)
+    shape = ModelShape(config, weights.vocab_size, element_type(dtype, gpu), limits)
     log.info("memory: %s", plan_memory(shape))
     return NllbModel(gpu, shape, checkpoint, weights, languages=languages, tokenizer=tokenizer, owns_gpu=owns_gpu)
+
+
+def _config(path: PathLike) -> NllbConfig:
+    """Return the checkpoint's configuration, after refusing what only looks like a checkpoint of a whole model."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise InvalidInput("path", "the path of a checkpoint folder", repr(path))
+    if os.path.lexists(os.path.join(path, _ADAPTER_FILE)):
+        raise CheckpointError(
+            path,
+            f"holds a LoRA adapter ({_ADAPTER_FILE}), which this version does not apply: merge it into its base model "
+            "first, for example with PEFT's merge_and_unload() and save_pretrained()",
+        )
+    config = NllbConfig.from_dir(path)
+    ignored = config.generation.not_greedy()
+    if ignored:
+        warnings.warn(
+            f"{path}: the checkpoint asks for {', '.join(ignored)}; this version decodes greedily, without it",
+            stacklevel=3,
+        )
+    return config
+
+
+def _open(device: str) -> GpuBackend:
+    try:
+        return open_backend(device)
+    except (TypeError, ValueError):
+        raise InvalidInput("device", "'auto', 'host', 'cuda', 'cuda:N' or an open backend", repr(device)) from None
 
 
 def _check_dtype(dtype: str) -> None:
     known = ("auto", *map(dtypes.long_name, dtypes.FLOAT_TYPES))
     if dtype not in known:
-        raise InvalidInput("dtype", f"one of {', '.join(known)}", dtype)
+        raise InvalidInput("dtype", f"one of {', '.join(known)}", repr(dtype))
 
 
-def _element_type(dtype: str, gpu: GpuBackend) -> str:
+def element_type(dtype: str, gpu: GpuBackend) -> str:
+    """Return the short name of the type that ``dtype`` stands for on a device."""
     if dtype != "auto":
         return dtypes.short_name(dtype)
     if gpu.kind() == "host":
@@ -150,5 +186,5 @@ def _language(argument: str, given: str | int | None, tokenizer: NllbTokenizer |
     if not isinstance(given, str):
         return token_id(argument, given, vocab)
     if tokenizer is None:
-        raise InvalidInput(argument, "a token id (the checkpoint has no tokenizer that knows codes)", given)
+        raise InvalidInput(argument, f"a token id (without {MODEL_FILE} the checkpoint knows no codes)", repr(given))
     return tokenizer.language_id(given, argument)

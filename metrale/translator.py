@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, overload
@@ -14,7 +14,7 @@ from metrale.errors import InvalidInput, NotSupported
 from metrale.factory import load
 from metrale.nllb.admission import FRAME_LEN
 from metrale.nllb.model import NllbModel
-from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
 
 Languages = str | Sequence[str] | None
 
@@ -95,7 +95,7 @@ class Translator:
         self._owns_model = not isinstance(model, NllbModel)
         if self.model.tokenizer is None:
             self.close()
-            raise InvalidInput("model", "a checkpoint with a tokenizer", "one that serves token ids only")
+            raise InvalidInput("model", f"a checkpoint with a tokenizer ({MODEL_FILE})", "one that serves ids only")
         self._tokenizer: NllbTokenizer = self.model.tokenizer
 
     def __enter__(self) -> Translator:
@@ -189,6 +189,8 @@ class Translator:
         """
         if isinstance(texts, str):
             texts, single = [texts], True
+        elif isinstance(texts, bytes | set | frozenset | dict) or not isinstance(texts, Iterable):
+            raise InvalidInput("texts", "a str or a sequence of str", repr(texts)[:80])
         else:
             texts, single = list(texts), False
         most = self._check_options(max_new_tokens, num_beams)
@@ -252,7 +254,7 @@ class Translator:
     def _check_options(self, max_new_tokens: int | None, num_beams: int) -> int:
         limit = self.model.shape.limits.max_new_tokens
         if isinstance(num_beams, bool) or not isinstance(num_beams, int) or num_beams < 1:
-            raise InvalidInput("num_beams", "an int of at least 1", num_beams)
+            raise InvalidInput("num_beams", "an int of at least 1", repr(num_beams))
         if num_beams > 1:
             raise NotSupported("Translator", f"num_beams={num_beams}", "this version decodes greedily (num_beams=1)")
         if max_new_tokens is None:
@@ -267,16 +269,16 @@ class Translator:
         """Return one checked code for each text."""
         if given is None:
             if default is None:
-                raise InvalidInput(
-                    argument, f"a language code (the model was loaded without a default {argument}=)", None
-                )
+                raise InvalidInput(argument, f"a language code here or as load(..., {argument}=)", None)
             return [self._tokenizer.language_code(default)] * count
         if isinstance(given, str):
             self._tokenizer.language_id(given, argument)
             return [given] * count
+        if not isinstance(given, Iterable):
+            raise InvalidInput(argument, "a language code, or one for each text", repr(given))
         codes = list(given)
         if len(codes) != count:
             raise InvalidInput(argument, f"one code for each of {count} texts", f"{len(codes)} codes")
-        for code in set(codes):
+        for code in codes:
             self._tokenizer.language_id(code, argument)
         return codes

@@ -158,6 +158,79 @@ def test_many_threads_share_a_translator(translator: Translator) -> None:
     assert results == {index: EXPECTED[index::4] for index in range(4)}
 
 
+def test_translators_and_threads_share_a_model(translator: Translator) -> None:
+    """A batch has the model to itself: neither another translator nor a caller of single steps disturbs its rows."""
+    results: dict[str, list[str]] = {}
+
+    def translate(name: str) -> None:
+        with Translator(translator.model) as mine:
+            results[name] = [mine.translate(t, s, g).text for t, s, g in zip(TEXTS, SOURCES, TARGETS, strict=True)]
+
+    def step_by_step() -> None:
+        model, tokenizer = translator.model, translator.model.tokenizer
+        assert tokenizer is not None
+        texts = []
+        for case in CASES[:8]:
+            seq = model.alloc_sequence()
+            seq.src_lang_id, seq.tgt_lang_id = case["input_ids"][0], case["greedy"]["ids"][1]
+            with model.exclusive():
+                token = model.argmax_on_device(model.prefill(case["input_ids"][1:-1], seq))
+            ids = []
+            while token != tokenizer.eos_id:
+                ids.append(token)
+                with model.exclusive():
+                    token = model.argmax_on_device(model.decode(token, seq))
+            model.free_sequence(seq)
+            texts.append(tokenizer.decode(ids))
+        results["steps"] = texts
+
+    threads = [threading.Thread(target=translate, args=(name,)) for name in "abc"]
+    threads.append(threading.Thread(target=step_by_step))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {"a": EXPECTED, "b": EXPECTED, "c": EXPECTED, "steps": EXPECTED[:8]}
+
+
+def test_a_callback_may_translate_while_lanes_are_free(translator: Translator) -> None:
+    inner: list[str] = []
+    found = translator.translate(
+        TEXTS[:5], SOURCES[:5], TARGETS[:5], progress=lambda n: inner.append(translator.translate(TEXTS[0]).text)
+    )
+    assert [result.text for result in found] == EXPECTED[:5]
+    assert inner
+    assert set(inner) == {EXPECTED[0]}
+
+
+def test_an_interrupt_between_two_allocations_frees_the_lanes(
+    monkeypatch: pytest.MonkeyPatch, translator: Translator
+) -> None:
+    original = NllbModel.alloc_sequence_for
+    calls = 0
+
+    def alloc(self: NllbModel, budget: int) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return original(self, budget)
+
+    monkeypatch.setattr(NllbModel, "alloc_sequence_for", alloc)
+    with pytest.raises(KeyboardInterrupt):
+        translator.translate(TEXTS[:6], SOURCES[:6], TARGETS[:6])
+    monkeypatch.undo()
+    seqs = [translator.model.alloc_sequence() for _ in range(8)]
+    for seq in seqs:
+        translator.model.free_sequence(seq)
+
+
+@pytest.mark.parametrize("texts", [None, 5, {"a", "b"}, b"bytes", {"a": 1}])
+def test_what_is_no_sequence_of_texts_is_refused(translator: Translator, texts: Any) -> None:
+    with pytest.raises(InvalidInput, match="texts: expected a str or a sequence of str"):
+        translator.translate(texts)
+
+
 @pytest.mark.parametrize(
     ("how", "error", "match"),
     [
@@ -168,6 +241,8 @@ def test_many_threads_share_a_translator(translator: Translator) -> None:
         ({"max_new_tokens": 0}, InvalidInput, "max_new_tokens: expected an int from 1 to 64"),
         ({"max_new_tokens": 65}, InvalidInput, "max_new_tokens: .*the limit the model was loaded with, got 65"),
         ({"max_new_tokens": True}, InvalidInput, "max_new_tokens"),
+        ({"source": 5}, InvalidInput, "source: expected a language code"),
+        ({"target": [[], []]}, UnknownLanguage, "target"),
         ({"num_beams": 0}, InvalidInput, "num_beams: expected an int of at least 1, got 0"),
         ({"num_beams": 4}, NotSupported, "num_beams=4"),
     ],
@@ -188,9 +263,9 @@ def test_what_is_no_text_is_refused(translator: Translator, texts: list[Any]) ->
 def test_languages_that_have_no_default(translator: Translator) -> None:
     with metrale.load(demo_model_path(), "host", max_batch=1, max_new_tokens=8) as model, Translator(model) as bare:
         assert "fra_Latn" in bare.languages
-        with pytest.raises(InvalidInput, match=r"source: .*without a default source="):
+        with pytest.raises(InvalidInput, match=r"source: .*load\(\.\.\., source=\)"):
             bare.translate("hello", target="fra_Latn")
-        with pytest.raises(InvalidInput, match=r"target: .*without a default target="):
+        with pytest.raises(InvalidInput, match=r"target: .*load\(\.\.\., target=\)"):
             bare.translate("hello", source="eng_Latn")
         bare.close()
         assert model.alloc_sequence().slot_idx == 0, "a model that was given stays open"

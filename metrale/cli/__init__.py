@@ -11,6 +11,7 @@ import argparse
 import logging
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -54,21 +55,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    parser = _build_parser()
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return USAGE
     try:
-        args = _build_parser().parse_args(arguments)
+        args = parser.parse_args(arguments)
     except SystemExit as done:  # --help and --version
         sys.stdout.flush()
         return int(done.code or DONE)
     if args.debug:
         logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
-    code: int = args.run(args)
+    with warnings.catch_warnings():  # it also puts the function back that shows them
+        warnings.showwarning = _show_warning
+        code: int = args.run(args)
     sys.stdout.flush()
     return code
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Print a library's warning as the command's own ones are printed."""
+    say(f"warning: {message}")
 
 
 def _build_parser() -> _Parser:
     parser = _Parser(
         prog="metrale",
+        allow_abbrev=False,
         description=metrale.__doc__,
         epilog="Exit codes: 0 done, 1 some texts were not translated, 2 wrong usage or input, 3 a model or device that "
         "cannot be used, 4 a fault in metrale itself, 130 interrupted.",

@@ -29,6 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
     parser = commands.add_parser(
         "doctor",
         parents=[common],
+        allow_abbrev=False,
         help="show what is installed, and what is missing",
         description="Show what metrale finds on this machine and what to install for what is missing. The exit code is "
         "0 when the host backend works, else 3.",
@@ -65,8 +66,8 @@ def to_text(answers: Mapping[str, Answer], findings: list[Finding], verdict: Map
     lines = [f"metrale {metrale.__version__}"]
     if about is not None:
         lines += [about["python"], f"{about['platform']}, {about['processors']} processors"]
-    for part in ("host", "cuda"):
-        lines += ["", part]
+    for part, title in (("host", "host"), ("cuda", "cuda (not used by this version, which has no CUDA backend yet)")):
+        lines += ["", title]
         for one in findings:
             if one.part == part:
                 lines.append(one_line(f"  {one.state:<8} {one.name}: {one.detail}"))

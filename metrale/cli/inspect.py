@@ -15,7 +15,7 @@ from metrale.checkpoint import open_checkpoint
 from metrale.cli.failure import DONE
 from metrale.cli.model_options import add_model_arguments, choose_model, device_of, limits_of
 from metrale.cli.output import to_json, write_lines
-from metrale.factory import memory_plan
+from metrale.factory import element_type, memory_plan
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
 from metrale.nllb.weights import match_weights
@@ -26,6 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
     parser = commands.add_parser(
         "inspect",
         parents=[common],
+        allow_abbrev=False,
         help="show a checkpoint and the memory it takes",
         description="Show a checkpoint's configuration, size and languages, and the device memory that loading it with "
         "these options would take. Nothing is loaded.",
@@ -61,6 +62,7 @@ def gather(path: Path, device: str, dtype: str, limits: dict[str, int]) -> dict[
     tokenizer = NllbTokenizer.from_dir(path, vocab_size=weights.vocab_size) if (path / MODEL_FILE).exists() else None
     with open_backend(device) as gpu:
         plan = memory_plan(path, gpu, dtype, **limits)
+        computed = dtypes.long_name(element_type(dtype, gpu))
         opened = {"kind": gpu.kind(), "name": gpu.name(), "memory_bytes": gpu.total_memory()}
     return {
         "model": str(path),
@@ -70,7 +72,7 @@ def gather(path: Path, device: str, dtype: str, limits: dict[str, int]) -> dict[
         "languages": None if tokenizer is None else len(tokenizer.languages),
         "config": asdict(config),
         "device": opened,
-        "dtype": dtype,
+        "dtype": computed,
         "limits": limits,
         "memory": {**asdict(plan), "total": plan.total},
     }

@@ -72,6 +72,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def choose_model(args: argparse.Namespace) -> ModelChoice:
     """Return the folder that the options or the environment name, else the demo model's, which is said aloud."""
     given = args.model if args.model is not None else Config.from_env().model
+    if given == "":
+        raise Failure(USAGE, "--model: expected a checkpoint folder, got ''")
     if given is not None:
         return ModelChoice(require_folder(given), is_demo=False)
     say("note: neither --model nor METRALE_MODEL is given: taking the demo model (nine languages, interface texts)")
@@ -86,10 +88,12 @@ def device_of(args: argparse.Namespace) -> str:
     Failure
         When the option, or ``METRALE_DEVICE``, is not the name of a device.
     """
-    for origin, name in (("--device", args.device), ("METRALE_DEVICE", Config.from_env().device)):
-        if not _DEVICE.fullmatch(name):
-            raise Failure(USAGE, f"{origin}: expected auto, host, cuda or cuda:N, got {name!r}")
-    return str(args.device)
+    origin, name = "--device", args.device
+    if name == "auto":
+        origin, name = "METRALE_DEVICE", Config.from_env().device
+    if not _DEVICE.fullmatch(name):
+        raise Failure(USAGE, f"{origin}: expected auto, host, cuda or cuda:N, got {name!r}")
+    return str(name)
 
 
 def limits_of(args: argparse.Namespace) -> dict[str, int]:

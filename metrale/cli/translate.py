@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from metrale.checkpoint import read_json_object
-from metrale.cli.failure import DONE, SOME_FAILED, USAGE, Failure, say
+from metrale.cli.failure import DONE, SOME_FAILED, UNUSABLE, USAGE, Failure, say
 from metrale.cli.lines import read_windows, windows_of
 from metrale.cli.model_options import ModelChoice, add_model_arguments, choose_model, device_of, limits_of
 from metrale.cli.output import Counter, one_line, to_json, write_lines
+from metrale.demo import DEMO_LANGUAGES
+from metrale.nllb.admission import FRAME_LEN
 from metrale.nllb.languages import LANGUAGE_NAMES
-from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
 from metrale.translator import Translation, Translator
 
 _BATCHES_PER_WINDOW: Final = 8
@@ -44,7 +46,12 @@ With --json, each line is an object: text, source_text, source_lang, target_lang
 def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.ArgumentParser) -> None:
     """Add this command to the parser."""
     parser = commands.add_parser(
-        "translate", parents=[common], help="translate lines of text", description=_DESCRIPTION, epilog=_EPILOG
+        "translate",
+        parents=[common],
+        allow_abbrev=False,
+        help="translate lines of text",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
     )
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="text to translate (default: lines of standard input)")
     parser.add_argument(
@@ -80,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.texts and sys.stdin is None:
         raise Failure(USAGE, "standard input is closed, and no TEXT is given")
     source, target = _languages(args, model)
+    if not (model.path / MODEL_FILE).exists():
+        raise Failure(UNUSABLE, f"{model.path}: holds no tokenizer ({MODEL_FILE})")
     with Translator(model.path, device=device, dtype=args.dtype, source=source, target=target, **limits_of(args)) as tr:
         return _Run(tr, args, source, target).all_windows()
 
@@ -89,12 +98,15 @@ def _languages(args: argparse.Namespace, model: ModelChoice) -> tuple[str, str]:
     path = model.path / "tokenizer_config.json"
     config = read_json_object(path) if path.exists() else {}
     defaults = {key: value for key, value in config.items() if isinstance(value, str) and value}
-    source = args.source or defaults.get("src_lang") or "eng_Latn"
-    target = args.target or defaults.get("tgt_lang")
+    source = defaults.get("src_lang", "eng_Latn") if args.source is None else args.source
+    target = defaults.get("tgt_lang") if args.target is None else args.target
     if target is None:
         raise Failure(USAGE, f"--to is required: {model.path} names no target language of its own")
     if args.target is None:
         say(f"note: no --to is given: translating from {source} to {target}")
+    unknown = [code for code in (source, target) if code not in DEMO_LANGUAGES and code in LANGUAGE_NAMES]
+    if model.is_demo and unknown:
+        say(f"warning: the demo model never learnt {', '.join(unknown)}; it knows {', '.join(DEMO_LANGUAGES)}")
     return str(source), str(target)
 
 
@@ -171,7 +183,7 @@ class _Run:
             say(f"warning: {place}: not translated: {result.error}")
             return
         if result.truncated:
-            most = self._args.max_source_len
+            most = self._args.max_source_len - FRAME_LEN
             say(f"warning: {place}: only its first {most} tokens were translated (--max-source-len)")
         if result.finish_reason == "length":
             most = self._args.max_new_tokens

@@ -93,7 +93,7 @@ class Admission:
         if language:
             return language
         if default is None:
-            raise InvalidInput(argument, f"a language id (the model was loaded without a default {keyword}=)", 0)
+            raise InvalidInput(argument, f"a language id, since load() was given no default {keyword}=", 0)
         return default
 
     def decodable(self, seq: SequenceState) -> Span:

@@ -85,6 +85,19 @@ class GenerationDefaults:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
 
+    def not_greedy(self) -> list[str]:
+        """Return the settings that plain greedy decoding leaves out, as ``name=value``."""
+        plain = GenerationDefaults()
+        found = {
+            "num_beams": self.num_beams,
+            "min_new_tokens": self.min_new_tokens,
+            "no_repeat_ngram_size": self.no_repeat_ngram_size,
+            "repetition_penalty": self.repetition_penalty,
+            "bad_words_ids": self.bad_words_ids,
+            "forced_eos_token_id": self.forced_eos_token_id,
+        }
+        return [f"{name}={value}" for name, value in found.items() if value and value != getattr(plain, name)]
+
 
 @dataclass(frozen=True, slots=True)
 class NllbConfig:

@@ -73,7 +73,7 @@ class ServingLimits:
 
 def _check_int(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInput(name, f"an int of at least {least}", value)
+        raise InvalidInput(name, f"an int of at least {least}", repr(value))
 
 
 @dataclass(frozen=True, slots=True)

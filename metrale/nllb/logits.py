@@ -55,11 +55,17 @@ class LogitsRows:
         self._event_of_row[first : first + count] = [event] * count
 
     def index(self, ptr: int, count: int = 1) -> int:
-        """Return the row at an address. `InvalidInput` when there are not ``count`` rows there."""
+        """Return the row at an address. `InvalidInput` when no row starts there, or there are not ``count`` of them."""
+        arena = self.arena
         try:
-            return self.arena.index(ptr, count)
-        except (InvalidPointer, TypeError, ValueError) as error:
-            raise InvalidInput("ptr", "the address of logits rows of this model", str(error)) from None
+            index = arena.index(ptr)
+        except (InvalidPointer, TypeError, ValueError):
+            where = f"{arena.rows} rows of {arena.row_bytes} bytes from {int(arena.base):#x}"
+            got = f"{ptr:#x}" if isinstance(ptr, int) and not isinstance(ptr, bool) else repr(ptr)
+            raise InvalidInput("ptr", f"the address of a logits row of this model ({where})", got) from None
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= arena.rows - index:
+            raise InvalidInput("n", f"1 to {arena.rows - index} rows from row {index}", repr(count))
+        return index
 
     def event(self, ptr: int) -> int:
         """Return the event after which the row at ``ptr`` is written."""

@@ -28,7 +28,7 @@ from metrale.nllb.encoder import Encoder
 from metrale.nllb.kv import KvPool
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.logits import LogitsRows
-from metrale.nllb.plan import MemoryPlan, check_memory, plan_memory
+from metrale.nllb.plan import MemoryPlan, check_launches, check_memory, plan_memory
 from metrale.nllb.sequences import SequenceTable
 from metrale.nllb.tokenizer import NllbTokenizer
 from metrale.nllb.unsupported import TranslationOnly
@@ -88,6 +88,7 @@ class NllbModel(TranslationOnly):
             if owns_gpu:
                 undo.callback(gpu.close)
             check_memory(gpu, plan_memory(shape))
+            check_launches(gpu, shape, checkpoint.path)
             params = load_weights(gpu, shape, checkpoint, weights)
             undo.callback(params.arena.free)
             pool = KvPool(gpu, shape.kv_bytes, shape.position_bytes)
@@ -245,11 +246,10 @@ class NllbModel(TranslationOnly):
             self._check_open()
             if not streams:
                 return []
-            rows = self._logits.arena.rows
-            if isinstance(row_base, bool) or not isinstance(row_base, int) or not 0 <= row_base <= rows - len(streams):
-                raise InvalidInput(
-                    "row_base", f"rows {row_base} to {row_base} + {len(streams)} within {rows}", row_base
-                )
+            most = self._logits.arena.rows - len(streams)
+            if isinstance(row_base, bool) or not isinstance(row_base, int) or not 0 <= row_base <= most:
+                expected = f"a row from which {len(streams)} rows lie within the arena's {self._logits.arena.rows}"
+                raise InvalidInput("row_base", expected, repr(row_base))
             prompts = [self._admission.prompt(one, f"streams[{index}]") for index, one in enumerate(streams)]
             self._admission.check_distinct([one.seq for one in streams], "streams")
             return self._prefill(prompts, row_base, stream)

@@ -63,7 +63,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["inspect", "--model", "no/such"], 3, "no/such"),
         (["inspect", "--max-batch", "-1"], 2, "--max-batch: expected an int of at least 1, got -1"),
         (["inspect", "--device", "cuda"], 3, "no CUDA backend yet"),
-        ([], 2, "COMMAND (see metrale --help)"),
+        (["--debug"], 2, "COMMAND (see metrale --help)"),
         (["bench"], 2, "'bench'"),
     ],
 )

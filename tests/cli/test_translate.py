@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+import metrale
 from metrale.cli import main
 from metrale.demo import demo_model_path
 from metrale.nllb.languages import FLORES_200
 from tests.cli.conftest import FakeTranslator, Feed
+from tests.reference.tiny import write_tiny
 
 DEMO = demo_model_path()
 GOLDEN: list[dict[str, Any]] = json.loads((DEMO / "golden.json").read_text(encoding="utf-8"))["cases"]
@@ -58,7 +60,7 @@ def test_truncated_sources_and_cut_translations_are_warned_about(capsys: pytest.
     assert main(["translate", *options, "Hello", text]) == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2
-    assert "warning: text 2: only its first 6 tokens were translated (--max-source-len)" in err
+    assert "warning: text 2: only its first 4 tokens were translated (--max-source-len)" in err
     assert "warning: text 2: the translation was stopped at 3 tokens (--max-new-tokens)" in err
 
 
@@ -126,6 +128,38 @@ def test_options_reach_the_model(fakes: list[FakeTranslator]) -> None:
     assert fakes[0].arguments == [{"max_new_tokens": 9, "return_scores": True}]
 
 
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tiny(tmp_path / "tiny", 1)
+    assert main(["translate", "--model", str(tmp_path / "tiny"), "--to", "fra_Latn", "x"]) == 3
+    assert "holds no tokenizer (sentencepiece.bpe.model)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--to", "--from", "--model"])
+def test_an_empty_value_is_not_the_default(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", option, "", "x"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{option}: " in err
+
+
+def test_languages_that_the_demo_model_never_learnt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "--to", "zul_Latn", "--max-new-tokens", "4", "x"]) == 0
+    assert "warning: the demo model never learnt zul_Latn" in capsys.readouterr().err
+
+
+def test_settings_of_the_checkpoint_that_greedy_decoding_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("recipe"))
+    (folder / "generation_config.json").write_text('{"num_beams": 5, "no_repeat_ngram_size": 3}')
+    with pytest.warns(UserWarning, match="asks for num_beams=5, no_repeat_ngram_size=3"):
+        metrale.memory_plan(folder, "host")
+    (folder / "adapter_config.json").write_text("{}")
+    assert main(["translate", "--model", str(folder), "x"]) == 3
+    assert "holds a LoRA adapter" in capsys.readouterr().err
+
+
 def test_the_model_may_come_from_the_environment(
     fakes: list[FakeTranslator],
     monkeypatch: pytest.MonkeyPatch,
@@ -134,6 +168,7 @@ def test_the_model_may_come_from_the_environment(
 ) -> None:
     monkeypatch.setenv("METRALE_MODEL", str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "sentencepiece.bpe.model").touch()
     assert main(["translate", "x"]) == 2  # a folder without tokenizer_config.json names no target language
     assert "error: --to is required" in capsys.readouterr().err
     assert main(["translate", "--to", "deu_Latn", "x"]) == 0

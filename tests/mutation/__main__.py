@@ -14,6 +14,7 @@ import signal
 import sys
 
 from tests.mutation.model_mutants import MODEL_MUTANTS
+from tests.mutation.mutant import ROOT
 from tests.mutation.op_mutants import OP_MUTANTS
 from tests.mutation.runner import MISSED, NOTICED, run_all
 
@@ -28,6 +29,14 @@ def main() -> int:
     options = parser.parse_args()
     mutants = [m for m in (*OP_MUTANTS, *MODEL_MUTANTS) if not options.group or m.group in options.group]
     counts = collections.Counter(mutant.group for mutant in mutants)
+    unknown = set(options.group) - set(counts)
+    if unknown:
+        print(f"no such group: {', '.join(sorted(unknown))}")
+        return 2
+    ops = {path.stem for path in (ROOT / "metrale" / "ops").glob("*.py")} - {"__init__", "inputs"}
+    if not options.group and not ops <= set(counts):
+        print(f"ops without mutants: {', '.join(sorted(ops - set(counts)))}")
+        return 2
     thin = [group for group, count in counts.items() if count < LEAST_PER_GROUP]
     if thin or not mutants:
         print(f"expected at least {LEAST_PER_GROUP} mutants in each group, too few in: {thin}")

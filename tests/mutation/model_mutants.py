@@ -155,7 +155,7 @@ MODEL_MUTANTS: list[Mutant] = [
             "return self.prefill_batch_chunk_rows(streams, stream, 0)",
             "return self.prefill_batch_chunk_rows(streams, stream, 1)",
         ),
-        ("row_base <= rows - len(streams)", "row_base <= rows"),
+        ("0 <= row_base <= most", "0 <= row_base <= most + 1"),
         ("self._logits.written(0, len(feeds), stream)", "self._logits.written(0, 1, stream)"),
         ("self._logits.written(row, len(prompts), stream)", "pass"),
         ("seq.seq_len += 1", "seq.seq_len += 2"),

@@ -129,7 +129,7 @@ def test_wrong_default_languages(tiny_folder: Path, argument: str) -> None:
         with pytest.raises(InvalidInput) as refused:
             metrale.load(tiny_folder, gpu, **SMALL, **{argument: wrong})  # type: ignore[arg-type]
         assert refused.value.argument == argument
-    with pytest.raises(InvalidInput, match="no tokenizer") as refused:
+    with pytest.raises(InvalidInput, match=r"without sentencepiece\.bpe\.model") as refused:
         metrale.load(tiny_folder, gpu, **SMALL, **{argument: "eng_Latn"})  # type: ignore[arg-type]
     assert refused.value.argument == argument
     assert gpu.live_alloc_count() == 0
@@ -147,3 +147,23 @@ def test_a_dangling_tokenizer_file_is_an_error_not_an_absent_one(tiny_folder: Pa
     (tmp_path / "sentencepiece.bpe.model").symlink_to(tmp_path / "gone")
     with pytest.raises(CheckpointError, match=r"sentencepiece\.bpe\.model"):
         metrale.load(tmp_path, "host", **SMALL)
+
+
+@pytest.mark.parametrize("device", ["", "x", "host:0", "cuda:x", 3, None])
+def test_a_device_that_has_no_meaning(tiny_folder: Path, device: Any) -> None:
+    with pytest.raises(InvalidInput, match="device: expected 'auto', 'host', 'cuda'"):
+        metrale.load(tiny_folder, device)
+
+
+@pytest.mark.parametrize("path", ["", None, 5])
+def test_a_path_that_is_none(path: Any) -> None:
+    with pytest.raises(InvalidInput, match="path: expected the path of a checkpoint folder"):
+        metrale.load(path, "host")
+
+
+def test_heads_that_are_too_wide_are_refused_at_load(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "wide", 4, d_model=512, encoder_attention_heads=1, decoder_attention_heads=1)
+    gpu = HostBackend()
+    with pytest.raises(CheckpointError, match=r"the encoder's attention \(heads 1, head_dim 512, .*too large here"):
+        metrale.load(folder, gpu, **SMALL)
+    assert gpu.live_alloc_count() == 0

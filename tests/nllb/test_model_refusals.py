@@ -154,7 +154,7 @@ def test_language_zero_needs_a_default(make_tiny: MakeModel, language: str, keyw
     del other[keyword]
     model = make_tiny(**other)
     seq = model.alloc_sequence()
-    with model.gpu.launch_trace() as trace, pytest.raises(InvalidInput, match=f"without a default {keyword}="):
+    with model.gpu.launch_trace() as trace, pytest.raises(InvalidInput, match=f"given no default {keyword}="):
         model.prefill(ONE.tokens, seq)
     assert not trace
     setattr(seq, language, 40)

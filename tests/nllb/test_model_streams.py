@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from gpu_runtime.errors import DeviceError
 from gpu_runtime.pointer import DevicePtr
+from metrale.errors import NotSupported
 from metrale.model import PrefillSlice, SequenceState
 from metrale.nllb.model import NllbModel
 from tests.nllb.backends import OrderedBackend, holds
 from tests.nllb.conftest import MakeModel
-from tests.nllb.decoding import EOS, GOLDEN, Case, begin, prefilled
+from tests.nllb.decoding import EOS, GOLDEN, Case, begin, prefilled, read
 
 ONE = Case([5, 6, 7], 80, 81, [])
 TWO = Case([30, 31], 82, 83, [])
@@ -231,3 +233,37 @@ def test_threads_that_share_a_lock_translate(demo: NllbModel, eager_switching: N
     cases = [case for case in GOLDEN if case.ids[-1] == EOS and len(case.ids) < 16][:8]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(run, cases)) == [case.ids for case in cases]
+
+
+def test_events_of_the_model_are_those_of_the_backend(tiny: NllbModel) -> None:
+    event = tiny.create_event()
+    tiny.record_event(event)
+    tiny.event_synchronize(event)
+    assert tiny.event_query(event)
+    tiny.destroy_event(event)
+    for call in (tiny.event_query, tiny.event_synchronize, tiny.destroy_event):
+        with pytest.raises(DeviceError, match="expected a live event"):
+            call(event)
+    memory = tiny.alloc_host_pinned(8)
+    tiny.copy_d2h_async(tiny.logits_buffer_ptr(), memory.array)
+    tiny.synchronize()
+    assert memory.array.tobytes() == read(tiny.gpu, tiny.logits_buffer_ptr(), 8, "u8").tobytes()
+    tiny.free_host_pinned(memory)
+
+
+def test_a_forward_in_a_capture_is_refused_and_changes_nothing(tiny: NllbModel) -> None:
+    case = Case([5, 6, 7], 80, 81, [])
+    seq = begin(tiny, case)
+    stream = tiny.create_stream()
+    tiny.gpu.begin_capture(stream)
+    with pytest.raises(NotSupported, match="capture"):
+        tiny.prefill(case.tokens, seq, stream)
+    tiny.gpu.end_capture(stream)
+    assert (seq.seq_len, seq.tokens) == (0, [])
+    tiny.prefill(case.tokens, seq, stream)
+    tiny.gpu.begin_capture(stream)
+    with pytest.raises(NotSupported, match="capture"):
+        tiny.decode(9, seq, stream)
+    tiny.gpu.abort_capture_if_active(stream)
+    tiny.decode(9, seq, stream)
+    assert seq.seq_len == 3
