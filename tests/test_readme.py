@@ -44,3 +44,10 @@ def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
         if not target.startswith("https://"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_is_a_draft(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text) > 400, "a page with nothing on it"
+    assert not re.search(r"@[A-Z_]+@|TODO|TBD", text)
