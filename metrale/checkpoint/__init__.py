@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from metrale.checkpoint.convert import convert
-from metrale.checkpoint.folder import Checkpoint, open_checkpoint, require_folder
+from metrale.checkpoint.folder import Checkpoint, open_checkpoint
 from metrale.checkpoint.json_fields import FieldReader
 from metrale.checkpoint.json_file import read_json_object
+from metrale.checkpoint.paths import read_file, require_folder
 from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "TensorInfo",
     "convert",
     "open_checkpoint",
+    "read_file",
     "read_json_object",
     "require_folder",
 ]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from metrale.checkpoint.json_fields import shown
 from metrale.checkpoint.json_file import read_json_object
+from metrale.checkpoint.paths import require_folder
 from metrale.checkpoint.safetensors_file import SafetensorsFile
 from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
 from metrale.errors import CheckpointError, InvalidInput
@@ -152,29 +153,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             "example with transformers: AutoModelForSeq2SeqLM.from_pretrained(folder).save_pretrained(new_folder)",
         )
     raise CheckpointError(folder, f"holds no weights: expected {SINGLE} or {INDEX}")
-
-
-def require_folder(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` as a Path when it is a folder that can be listed.
-
-    Raises
-    ------
-    CheckpointError
-        When it is missing, a file, empty, or unreadable.
-    """
-    folder = Path(path)
-    try:
-        with os.scandir(folder) as entries:
-            empty = next(entries, None) is None
-    except FileNotFoundError:
-        raise CheckpointError(folder, "there is no such folder (nothing is downloaded)") from None
-    except NotADirectoryError:
-        raise CheckpointError(folder, "is a file, expected the folder that holds the checkpoint") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(folder, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if empty:
-        raise CheckpointError(folder, "is an empty folder, expected a checkpoint")
-    return folder
 
 
 def _open_shards(folder: Path) -> list[SafetensorsFile]:

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import NoReturn
 
+from metrale.checkpoint.paths import read_file
 from metrale.errors import CheckpointError
 
 MAX_JSON_BYTES = 64 << 20
@@ -29,16 +30,7 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, o
         When the file is missing, too large, not UTF-8, not JSON, nested too deeply, not an object, or holds a number
         that is not finite.
     """
-    try:
-        # Only regular files: opening a pipe would wait for a writer for ever.
-        if not path.is_file():
-            raise CheckpointError(path, "there is no such file")
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from error
-    if len(data) > max_bytes:
-        raise CheckpointError(path, f"is larger than the {max_bytes} bytes that are read as JSON")
+    data = read_file(path, max_bytes, "JSON")
     try:
         value: object = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:

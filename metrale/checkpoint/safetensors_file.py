@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from metrale.checkpoint.paths import require_file
 from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
 from metrale.errors import CheckpointError
 
@@ -40,10 +41,8 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        require_file(path)
         try:
-            # Only regular files: opening a pipe would wait for a writer for ever.
-            if not path.is_file():
-                raise CheckpointError(path, "there is no such file")
             self._handle = cast("Any", safe_open(path, framework="numpy"))  # the library's methods are not annotated
             names: list[str] = list(self._handle.keys())
         except SafetensorError as error:

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from sentencepiece import SentencePieceProcessor
 
-from metrale.checkpoint import read_json_object, require_folder
+from metrale.checkpoint import read_file, read_json_object, require_folder
 from metrale.errors import CheckpointError, InvalidInput, UnknownLanguage
 from metrale.nllb.languages import FLORES_200, near_languages
 
@@ -242,19 +242,9 @@ def _to_model_ids(ids: list[int]) -> list[int]:
 
 def _load_model(path: Path) -> tuple[SentencePieceProcessor, list[str]]:
     """Return the processor and every piece's text, or raise CheckpointError."""
-    try:
-        if not path.is_file():
-            raise CheckpointError(path, "there is no such file; NLLB's tokenizer is read from it")
-        with path.open("rb") as file:
-            data = file.read(MAX_MODEL_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from error
+    data = read_file(path, MAX_MODEL_BYTES, "a SentencePiece model")
     if not data:
         raise CheckpointError(path, "is an empty file, expected a SentencePiece model")
-    if len(data) > MAX_MODEL_BYTES:
-        raise CheckpointError(
-            path, f"is larger than the {MAX_MODEL_BYTES} bytes that are read as a SentencePiece model"
-        )
     try:
         processor = SentencePieceProcessor(model_proto=data)
         numbers = list(range(len(processor)))

@@ -162,13 +162,13 @@ def test_folders_without_readable_weights(tmp_path: Path) -> None:
     refused(tmp_path, "expected model.safetensors or model.safetensors.index.json")
     refused(tmp_path / "config.json", "is a file, expected the folder")
     (tmp_path / "model.safetensors").mkdir()
-    refused(tmp_path, "model.safetensors: there is no such file")
+    refused(tmp_path, "model.safetensors: is not a regular file")
     (tmp_path / "model.safetensors").rmdir()
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
     refused(tmp_path, "model.safetensors: there is no such file")
     (tmp_path / "model.safetensors").unlink()
     os.mkfifo(tmp_path / "model.safetensors")  # opening it would block
-    refused(tmp_path, "model.safetensors: there is no such file")
+    refused(tmp_path, "model.safetensors: is not a regular file")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])

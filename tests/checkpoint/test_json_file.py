@@ -59,9 +59,11 @@ def test_the_size_limit_counts_bytes(tmp_path: Path) -> None:
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")  # opening it would block
-    for name in ("missing.json", "pipe.json", "."):
-        with pytest.raises(CheckpointError, match="there is no such file"):
+    for name in ("pipe.json", "."):
+        with pytest.raises(CheckpointError, match="is not a regular file"):
             read_json_object(tmp_path / name)
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        read_json_object(tmp_path / "missing.json")
 
 
 def test_a_field_reader_collects_every_fault_and_goes_on() -> None:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Folders and files that must be there, before anything opens them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from metrale.errors import CheckpointError
+
+
+def require_folder(path: str | os.PathLike[str]) -> Path:
+    """Return ``path`` as a Path when it is a folder that can be listed.
+
+    Raises
+    ------
+    CheckpointError
+        When it is missing, a file, empty, or unreadable.
+    """
+    folder = Path(path)
+    try:
+        with os.scandir(folder) as entries:
+            empty = next(entries, None) is None
+    except FileNotFoundError:
+        raise CheckpointError(folder, "there is no such folder (nothing is downloaded)") from None
+    except NotADirectoryError:
+        raise CheckpointError(folder, "is a file, expected the folder that holds the checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(folder, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if empty:
+        raise CheckpointError(folder, "is an empty folder, expected a checkpoint")
+    return folder
+
+
+def require_file(path: Path) -> None:
+    """Refuse what is no regular file: opening a pipe would wait for a writer for ever.
+
+    Raises
+    ------
+    CheckpointError
+        When it is missing, or something else than a file.
+    """
+    try:
+        if path.is_file():
+            return
+        there = os.path.lexists(path) and not path.is_symlink()
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from error
+    raise CheckpointError(path, "is not a regular file" if there else "there is no such file")
+
+
+def read_file(path: Path, max_bytes: int, what: str) -> bytes:
+    """Return a file's bytes, when they are ``max_bytes`` at most; ``what`` says what they should be.
+
+    Raises
+    ------
+    CheckpointError
+        When the file is missing, not regular, unreadable or too large.
+    """
+    require_file(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from error
+    if len(data) > max_bytes:
+        raise CheckpointError(path, f"is larger than the {max_bytes} bytes that are read as {what}")
+    return data
