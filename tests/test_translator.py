@@ -225,6 +225,19 @@ def test_an_interrupt_between_two_allocations_frees_the_lanes(
         translator.model.free_sequence(seq)
 
 
+def test_a_text_that_has_no_room_fails_alone() -> None:
+    """KV for 40 positions: a short text and its translation fit, a long one does not, whatever its place."""
+    plan = metrale.memory_plan(demo_model_path(), "host", "float32", max_batch=1, max_source_len=24, max_new_tokens=16)
+    texts = ["Hello.", "Turn off the lights in the living room and in the kitchen, please.", "Good morning!"]
+    options = {"max_batch": 4, "max_source_len": 24, "max_new_tokens": 24, "kv_bytes": plan.kv // 41 * 40}
+    seen: list[int] = []
+    with Translator(demo_model_path(), device="host", dtype="float32", **options) as small:
+        results = small.translate(texts, "eng_Latn", "fra_Latn", progress=seen.append)
+    assert [result.finish_reason for result in results] == ["eos", "error", "eos"]
+    assert "no 4" in str(results[1].error)
+    assert seen[-1] == 3
+
+
 @pytest.mark.parametrize("texts", [None, 5, {"a", "b"}, b"bytes", {"a": 1}])
 def test_what_is_no_sequence_of_texts_is_refused(translator: Translator, texts: Any) -> None:
     with pytest.raises(InvalidInput, match="texts: expected a str or a sequence of str"):

@@ -95,8 +95,8 @@ def generate_greedy(
     """Run every request to its end and return the results in order.
 
     Requests are batched in the order given, so those of similar length should be neighbours. A request whose logits
-    are not finite ends with "error"; the others of its batch go on. Each batch has the model to itself
-    (`Model.exclusive`); between batches other threads get their turn.
+    are not finite, or that the KV cache has no room for, ends with "error"; the others go on. Each batch has the model
+    to itself (`Model.exclusive`); between batches other threads get their turn.
 
     Parameters
     ----------
@@ -110,8 +110,8 @@ def generate_greedy(
 
     Raises
     ------
-    SequenceError, OutOfMemory
-        When not even one sequence can be allocated.
+    SequenceError
+        When every slot of the model is taken by others.
     """
     results = [Generated(logprob=0.0 if scores else float("nan")) for _ in requests]
     done = 0
@@ -128,8 +128,9 @@ def generate_greedy(
         lanes: list[_Lane] = []
         with model.exclusive():  # rows and slots are the model's: another caller's step would write the same rows
             try:
-                _open_lanes(model, requests, results, waiting, lanes)
-                waiting = waiting[len(lanes) :]
+                taken = _open_lanes(model, requests, results, waiting, lanes)
+                waiting = waiting[taken:]
+                finished(taken - len(lanes))  # those that no memory is left for
                 _run_batch(model, lanes, scores, finished)
             finally:
                 for lane in lanes:
@@ -143,22 +144,33 @@ def _open_lanes(
     results: Sequence[Generated],
     waiting: Sequence[int],
     lanes: list[_Lane],
-) -> None:
-    """Allocate sequences for as many of the waiting requests as fit, in order, into ``lanes``; at least one."""
-    for index in waiting:
+) -> int:
+    """Allocate sequences for as many of the waiting requests as fit, in order, into ``lanes``.
+
+    Returns how many requests were dealt with: a request that has no room even alone ends with "error".
+    """
+    for taken, index in enumerate(waiting):
         request = requests[index]
         try:
             seq = model.alloc_sequence_for(len(request.prompt_tokens) + _FRAMING + request.max_new_tokens)
-        except (SequenceError, OutOfMemory):
+        except OutOfMemory as error:
             if lanes:
-                return
+                return taken
+            results[index].finish_reason, results[index].error = "error", str(error)
+            continue
+        except SequenceError:
+            if lanes:
+                return taken
             raise
         lanes.append(_Lane(index, request, seq, results[index]))  # first of all: whoever is in lanes is freed
         seq.src_lang_id, seq.tgt_lang_id = request.src_lang_id, request.tgt_lang_id
+    return len(waiting)
 
 
 def _run_batch(model: Model, lanes: Sequence[_Lane], scores: bool, finished: Callable[[int], None]) -> None:
     """Prefill all lanes at once and decode until the last one ends; a lane that ends leaves the batch at once."""
+    if not lanes:
+        return
     slices = [PrefillSlice.whole(lane.request.prompt_tokens, lane.seq) for lane in lanes]
     first_row = model.prefill_batch_chunk(slices)[0]
     while lanes:
