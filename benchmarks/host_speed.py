@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks.machine import describe, usable_cores
 from benchmarks.texts import sentences
 from metrale import Translator, demo_model_path
 from metrale.nllb.tokenizer import NllbTokenizer
@@ -147,7 +147,7 @@ def compare(threads: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of either system")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="threads of either system")
     parser.add_argument("--rounds", type=int, default=2, help=f"processes of each kind; each makes {RUNS} timed runs")
     parser.add_argument("--output", type=Path, help="also write the JSON report here")
     parser.add_argument("--worker", choices=("metrale", "ctranslate2"), help=argparse.SUPPRESS)

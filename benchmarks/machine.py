@@ -13,11 +13,16 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def describe(*packages: str) -> dict[str, Any]:
     """Return the processor, the versions of the named packages, and the commit (marked when the tree has changes)."""
     return {
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
         "commit": _commit(),

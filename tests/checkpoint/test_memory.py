@@ -9,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from Linux's /proc")
+
 ROWS, COLUMNS = 102_400, 1024  # 400 MiB of float32
 LIMIT = 200 << 20
 

@@ -24,7 +24,7 @@ LEAST_PER_GROUP = 5
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("group", nargs="*", help="only mutants of these groups")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--verbose", action="store_true", help="print each mutant and the test that noticed it")
     options = parser.parse_args()
     mutants = [m for m in (*OP_MUTANTS, *MODEL_MUTANTS) if not options.group or m.group in options.group]

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import metrale
 from gpu_runtime.host import HostBackend
 from metrale.model import PrefillSlice
 from tests.nllb.decoding import DEMO
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from Linux's /proc")
 
 SENTENCES, LANES, STEPS = 2000, 25, 2
 LANGUAGES = (8074, 8084, 8069, 8188)

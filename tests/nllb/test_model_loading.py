@@ -15,6 +15,8 @@ import pytest
 
 from tests.reference.tiny import tensor_shapes, tiny_config
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from Linux's /proc")
+
 CONFIG = tiny_config(
     d_model=1024,
     encoder_layers=3,
