@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -58,3 +59,26 @@ def test_memory_is_flat_over_two_thousand_sentences() -> None:
     assert max(sizes[40:]) - max(sizes[5:40]) < 4 << 20
     model.close()
     assert gpu.live_alloc_count() == 0
+
+
+def test_memory_is_flat_over_two_thousand_translations() -> None:
+    """Whole translations of the golden texts in ever new company, a hundred a call."""
+    rng = np.random.default_rng(1)
+    cases = json.loads((DEMO / "golden.json").read_text(encoding="utf-8"))["cases"]
+    with metrale.Translator(DEMO, device="host", dtype="float32", max_source_len=64, max_new_tokens=64) as translator:
+        gpu = translator.model.gpu
+        report, sizes = gpu.alloc_report(), []
+        for _ in range(20):
+            drawn = [cases[int(index)] for index in rng.integers(0, len(cases), 100)]
+            results = translator.translate(
+                [case["text"] for case in drawn],
+                [case["src_lang"] for case in drawn],
+                [case["tgt_lang"] for case in drawn],
+            )
+            assert [result.text for result in results] == [case["greedy"]["text"] for case in drawn]
+            assert gpu.alloc_report() == report
+            sizes.append(resident())
+    # Seen: 6 MiB, for pages of the pool that longer batches touch first and for calls whose arguments are kept. A KV
+    # position leaked once a sentence would be 12 MiB, a logits row 62 MiB.
+    assert max(sizes[1:]) - sizes[0] < 8 << 20
+    assert max(sizes[10:]) - max(sizes[:10]) < 3 << 20
