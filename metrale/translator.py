@@ -13,6 +13,7 @@ from metrale.engine import FinishReason, Generated, Request, generate_greedy
 from metrale.errors import InvalidInput, NotSupported
 from metrale.factory import load
 from metrale.nllb.admission import FRAME_LEN
+from metrale.nllb.checks import integer
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
 
@@ -193,7 +194,7 @@ class Translator:
             raise InvalidInput("texts", "a str or a sequence of str", repr(texts)[:80])
         else:
             texts, single = list(texts), False
-        most = self._check_options(max_new_tokens, num_beams)
+        most = self._check_options(max_new_tokens, num_beams, progress)
         sources = self._languages("source", source, len(texts), self.model.languages.source)
         targets = self._languages("target", target, len(texts), self.model.languages.target)
         results: list[Translation | None] = [None] * len(texts)
@@ -251,19 +252,16 @@ class Translator:
             raise InvalidInput(f"texts[{index}]", f"a text of at most {most} tokens", f"{len(tokens)} tokens")
         return _Job(index, tokens[:most], len(tokens) > most, source, target)
 
-    def _check_options(self, max_new_tokens: int | None, num_beams: int) -> int:
+    def _check_options(self, max_new_tokens: int | None, num_beams: int, progress: object) -> int:
         limit = self.model.shape.limits.max_new_tokens
-        if isinstance(num_beams, bool) or not isinstance(num_beams, int) or num_beams < 1:
-            raise InvalidInput("num_beams", "an int of at least 1", repr(num_beams))
-        if num_beams > 1:
+        if integer("num_beams", num_beams, 1) > 1:
             raise NotSupported("Translator", f"num_beams={num_beams}", "this version decodes greedily (num_beams=1)")
+        if progress is not None and not callable(progress):
+            raise InvalidInput("progress", "a callable or None", repr(progress))
         if max_new_tokens is None:
             return limit
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or not 1 <= max_new_tokens <= limit:
-            raise InvalidInput(
-                "max_new_tokens", f"an int from 1 to {limit}, the limit the model was loaded with", max_new_tokens
-            )
-        return max_new_tokens
+        expected = f"an int from 1 to {limit}, the limit the model was loaded with"
+        return integer("max_new_tokens", max_new_tokens, 1, limit, expected)
 
     def _languages(self, argument: str, given: Languages, count: int, default: int | None) -> list[str]:
         """Return one checked code for each text."""

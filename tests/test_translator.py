@@ -203,6 +203,16 @@ def test_a_callback_may_translate_while_lanes_are_free(translator: Translator) -
     assert set(inner) == {EXPECTED[0]}
 
 
+def test_a_callback_may_translate_when_every_lane_is_taken(translator: Translator) -> None:
+    """A lane that ended is free before the callback hears of it."""
+    inner: list[str] = []
+    found = translator.translate(
+        TEXTS[:9], SOURCES[:9], TARGETS[:9], progress=lambda n: inner.append(translator.translate(TEXTS[0]).text)
+    )
+    assert [result.text for result in found] == EXPECTED[:9]
+    assert set(inner) == {EXPECTED[0]}
+
+
 def test_an_interrupt_between_two_allocations_frees_the_lanes(
     monkeypatch: pytest.MonkeyPatch, translator: Translator
 ) -> None:
@@ -254,6 +264,7 @@ def test_what_is_no_sequence_of_texts_is_refused(translator: Translator, texts: 
         ({"max_new_tokens": 0}, InvalidInput, "max_new_tokens: expected an int from 1 to 64"),
         ({"max_new_tokens": 65}, InvalidInput, "max_new_tokens: .*the limit the model was loaded with, got 65"),
         ({"max_new_tokens": True}, InvalidInput, "max_new_tokens"),
+        ({"progress": 3}, InvalidInput, "progress: expected a callable"),
         ({"source": 5}, InvalidInput, "source: expected a language code"),
         ({"target": [[], []]}, UnknownLanguage, "target"),
         ({"num_beams": 0}, InvalidInput, "num_beams: expected an int of at least 1, got 0"),

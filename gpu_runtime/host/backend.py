@@ -329,6 +329,7 @@ class HostBackend(MemoryCalls):
             self._memory.free_pinned(DevicePtr(memory.address))
         self._pinned.clear()
         self._graphs.clear()
+        self._streams.clear()
         self._events.clear()
 
 

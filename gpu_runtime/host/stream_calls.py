@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from typing import ClassVar
 
 from gpu_runtime import checks
@@ -12,6 +13,10 @@ from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.host.streams import Capture, Graph, HostEvent, HostStream, Order, Work
 from gpu_runtime.streams import DEFAULT_STREAM, LEGACY_STREAM, PER_THREAD_STREAM, StreamLike, stream_handle
+
+
+class _Alive:
+    """Lives as long as the thread that holds it in its thread-local storage."""
 
 
 class StreamCalls(GpuBackend):
@@ -50,6 +55,8 @@ class StreamCalls(GpuBackend):
         handle: int | None = getattr(self._per_thread, "handle", None)
         if handle is None:
             handle = self._per_thread.handle = self._add_stream(owned=True)
+            alive = self._per_thread.alive = _Alive()
+            weakref.finalize(alive, self._streams.pop, handle, None).atexit = False
         return handle
 
     def _event(self, event: int) -> HostEvent:

@@ -147,7 +147,7 @@ def _open_lanes(
 ) -> int:
     """Allocate sequences for as many of the waiting requests as fit, in order, into ``lanes``.
 
-    Returns how many requests were dealt with: a request that has no room even alone ends with "error".
+    Returns how many requests were dealt with: one that has no room although no lane is open ends with "error".
     """
     for taken, index in enumerate(waiting):
         request = requests[index]
@@ -183,6 +183,8 @@ def _run_batch(model: Model, lanes: Sequence[_Lane], scores: bool, finished: Cal
                 lane.result.finish_reason, lane.result.error = "error", NOT_FINITE
             elif lane.accept(token):
                 going.append((token, lane))
+                continue
+            model.free_sequence(lane.seq)  # at once: somebody else, even the callback, may have use for it
         finished(len(lanes) - len(going))
         lanes = [lane for _, lane in going]
         if lanes:

@@ -70,14 +70,13 @@ class Admission:
             When the chunk is not the whole source, or an id, a language or the length is out of range.
         """
         span = self._table.span(one.seq)
+        self._check_adapter(one.seq)
         if one.chunk_start != 0 or not one.is_last_chunk or one.chunk_len != len(one.prompt_tokens):
             raise InvalidInput(
                 f"{argument}: chunk",
                 f"the whole source in one chunk (0, {len(one.prompt_tokens)}, last)",
                 f"({one.chunk_start}, {one.chunk_len}, {'last' if one.is_last_chunk else 'not last'})",
             )
-        if one.seq.adapter_slot != -1:
-            raise NotSupported(self._model, "adapter_slot", f"no adapter is in slot {one.seq.adapter_slot}")
         tokens = token_ids(argument, one.prompt_tokens, self._shape.vocab)
         source_language = self._language("src_lang_id", one.seq.src_lang_id, self._languages.source, "source")
         target_language = self._language("tgt_lang_id", one.seq.tgt_lang_id, self._languages.target, "target")
@@ -103,14 +102,21 @@ class Admission:
         ------
         SequenceError
             When it is not live, has not been prefilled, or is full.
+        NotSupported
+            When it asks for an adapter.
         """
         span = self._table.span(seq)
+        self._check_adapter(seq)
         if not span.source_len or not seq.seq_len:
             raise SequenceError(f"decode: the sequence in slot {seq.slot_idx} has not been prefilled")
         most = min(self._shape.limits.target_positions, span.positions - span.source_len)
         if seq.seq_len >= most:
             raise SequenceError(f"decode: the sequence in slot {seq.slot_idx} is full: it has {most} decoder positions")
         return span
+
+    def _check_adapter(self, seq: SequenceState) -> None:
+        if seq.adapter_slot != -1:
+            raise NotSupported(self._model, "adapter_slot", f"no adapter is in slot {seq.adapter_slot}")
 
     @staticmethod
     def check_distinct(seqs: Sequence[SequenceState], argument: str) -> None:

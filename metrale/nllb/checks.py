@@ -9,18 +9,25 @@ from gpu_runtime import checks
 from metrale.errors import InvalidInput
 
 
-def token_id(argument: str, value: object, vocab: int) -> int:
-    """Return an id as an int.
+def integer(argument: str, value: object, low: int, high: int | None = None, expected: str = "") -> int:
+    """Return an integer from ``low`` to ``high`` (open when None) as an int; NumPy's integers are fine.
 
     Raises
     ------
     InvalidInput
-        When it is not an integer (a bool or a float is none), or not in the vocabulary.
+        When it is not an integer (a bool or a float is none), or out of range. ``expected`` says what may come, if the
+        range alone does not.
     """
     try:
-        return checks.integer(argument, value, 0, vocab - 1)
+        return checks.integer(argument, value, low, high)
     except (TypeError, ValueError):
-        raise InvalidInput(argument, f"an id in [0, {vocab})", value) from None
+        span = f"at least {low}" if high is None else f"{low} to {high}"
+        raise InvalidInput(argument, expected or f"an int of {span}", repr(value)) from None
+
+
+def token_id(argument: str, value: object, vocab: int) -> int:
+    """Return an id as an int. `InvalidInput` when it is not an integer or not in the vocabulary."""
+    return integer(argument, value, 0, vocab - 1, f"an id in [0, {vocab})")
 
 
 def token_ids(argument: str, values: Sequence[int], vocab: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Final
 
 from gpu_runtime import dtypes
 from gpu_runtime.arena import LogitsArena
-from metrale.errors import InvalidInput
+from metrale.nllb.checks import integer
 from metrale.nllb.config import NllbConfig
 
 _MOST_ENCODER_TOKENS: Final = 16384
@@ -45,13 +45,11 @@ class ServingLimits:
     kv_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_int("max_batch", self.max_batch, 1)
-        _check_int("max_source_len", self.max_source_len, 2)  # language and EOS
-        _check_int("max_new_tokens", self.max_new_tokens, 2)  # language and EOS
-        if self.max_encoder_tokens is not None:
-            _check_int("max_encoder_tokens", self.max_encoder_tokens, self.max_source_len)
-        if self.kv_bytes is not None:
-            _check_int("kv_bytes", self.kv_bytes, 1)
+        least = {"max_batch": 1, "max_source_len": 2, "max_new_tokens": 2, "kv_bytes": 1}  # 2: language and EOS
+        for name, low in {**least, "max_encoder_tokens": self.max_source_len}.items():
+            value = getattr(self, name)
+            if value is not None or name in ("max_batch", "max_source_len", "max_new_tokens"):
+                object.__setattr__(self, name, integer(name, value, low))
 
     @property
     def target_positions(self) -> int:
@@ -69,11 +67,6 @@ class ServingLimits:
         if self.max_encoder_tokens is not None:
             return self.max_encoder_tokens
         return min(self.max_batch * self.max_source_len, max(_MOST_ENCODER_TOKENS, self.max_source_len))
-
-
-def _check_int(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInput(name, f"an int of at least {least}", repr(value))
 
 
 @dataclass(frozen=True, slots=True)

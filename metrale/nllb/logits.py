@@ -16,6 +16,7 @@ from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.errors import InvalidInput
+from metrale.nllb.checks import integer
 from metrale.nllb.limits import ModelShape
 
 
@@ -63,8 +64,7 @@ class LogitsRows:
             where = f"{arena.rows} rows of {arena.row_bytes} bytes from {int(arena.base):#x}"
             got = f"{ptr:#x}" if isinstance(ptr, int) and not isinstance(ptr, bool) else repr(ptr)
             raise InvalidInput("ptr", f"the address of a logits row of this model ({where})", got) from None
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= arena.rows - index:
-            raise InvalidInput("n", f"1 to {arena.rows - index} rows from row {index}", repr(count))
+        integer("n", count, 1, arena.rows - index, f"1 to {arena.rows - index} rows from row {index}")
         return index
 
     def event(self, ptr: int) -> int:

@@ -21,7 +21,7 @@ from metrale.checkpoint import Checkpoint
 from metrale.errors import InvalidInput, NonFiniteLogits, NotSupported, SequenceError
 from metrale.model import LogitsDtype, PrefillSlice, SequenceState
 from metrale.nllb.admission import FRAME_LEN, PREFIX_LEN, Admission, Languages, Prompt
-from metrale.nllb.checks import token_id, token_ids
+from metrale.nllb.checks import integer, token_id, token_ids
 from metrale.nllb.decoder import Decoder, Feed
 from metrale.nllb.device_weights import load_weights
 from metrale.nllb.encoder import Encoder
@@ -151,11 +151,10 @@ class NllbModel(TranslationOnly):
         and the language); more than the model's limits allow is cut to them.
         """
         least = FRAME_LEN + PREFIX_LEN
-        if isinstance(budget_tokens, bool) or not isinstance(budget_tokens, int) or budget_tokens < least:
-            raise InvalidInput("budget_tokens", f"an int of at least {least}", budget_tokens)
+        budget = integer("budget_tokens", budget_tokens, least)
         with self._lock:
             self._check_open()
-            return self._table.alloc(min(budget_tokens, self.shape.limits.positions))
+            return self._table.alloc(min(budget, self.shape.limits.positions))
 
     def cache_sequence(self, seq: SequenceState) -> None:
         """Do nothing: a translation's prefix is never met again."""
@@ -247,12 +246,11 @@ class NllbModel(TranslationOnly):
             if not streams:
                 return []
             most = self._logits.arena.rows - len(streams)
-            if isinstance(row_base, bool) or not isinstance(row_base, int) or not 0 <= row_base <= most:
-                expected = f"a row from which {len(streams)} rows lie within the arena's {self._logits.arena.rows}"
-                raise InvalidInput("row_base", expected, repr(row_base))
+            expected = f"a row from which {len(streams)} rows lie within the arena's {self._logits.arena.rows}"
+            first = integer("row_base", row_base, 0, most, expected)
             prompts = [self._admission.prompt(one, f"streams[{index}]") for index, one in enumerate(streams)]
             self._admission.check_distinct([one.seq for one in streams], "streams")
-            return self._prefill(prompts, row_base, stream)
+            return self._prefill(prompts, first, stream)
 
     def decode(self, token: int, seq: SequenceState, stream: StreamLike = 0) -> DevicePtr:
         return self.decode_batch([token_id("token", token, self.shape.vocab)], [seq], stream)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from metrale.errors import InvalidInput, SequenceError
 from metrale.model import SequenceState
+from metrale.nllb.checks import integer
 from metrale.nllb.kv import KvPool, Span
 
 
@@ -82,8 +83,7 @@ class SequenceTable:
             When there is no such slot.
         """
         span = self.span(seq)
-        if isinstance(slot, bool) or not isinstance(slot, int) or not 0 <= slot < self._slots:
-            raise InvalidInput("new_slot", f"a slot in [0, {self._slots})", slot)
+        slot = integer("new_slot", slot, 0, self._slots - 1, f"a slot in [0, {self._slots})")
         if slot == seq.slot_idx:
             return
         if slot in self._live:

@@ -19,6 +19,7 @@ from sentencepiece import SentencePieceProcessor
 
 from metrale.checkpoint import read_file, read_json_object, require_folder
 from metrale.errors import CheckpointError, InvalidInput, UnknownLanguage
+from metrale.nllb.checks import integer
 from metrale.nllb.languages import FLORES_200, near_languages
 
 MODEL_FILE = "sentencepiece.bpe.model"
@@ -76,8 +77,8 @@ class NllbTokenizer:
             When the folder or the file is missing, the file is not a whole SentencePiece model or not one of NLLB,
             ``vocab_size`` is too small, or another tokenizer file contradicts the ids that this class gives.
         """
-        if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int)):
-            raise InvalidInput("vocab_size", "an int or None", vocab_size)
+        if vocab_size is not None:
+            vocab_size = integer("vocab_size", vocab_size, 1)
         folder = require_folder(path)
         processor, pieces = _load_model(folder / MODEL_FILE)
         first_language = len(pieces) + _OFFSET

@@ -173,3 +173,20 @@ def test_sweep_and_close_beside_other_calls() -> None:
         hammer(work)
         with pytest.raises(DeviceError, match="closed"):
             gpu.alloc(8)
+
+
+def test_a_thread_that_ends_takes_its_stream_along() -> None:
+    with HostBackend() as gpu:
+        handles: list[int] = []
+
+        def work() -> None:
+            gpu.synchronize(2)
+            handles.append(gpu._thread_stream())
+
+        for _ in range(5):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        for handle in set(handles):
+            with pytest.raises(DeviceError, match="expected a live stream"):
+                gpu.synchronize(handle)
