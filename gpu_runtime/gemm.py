@@ -165,9 +165,8 @@ CHAIN: Final = 128
 """Products that are summed in one go; the sums of the blocks are added up (Higham 2002, section 4.2).
 
 A BLAS adds a whole row's products one after another, in an order that depends on the number of rows. Blocks make the
-rounding errors of both orders smaller, and with them what a row's result owes to the rows beside it: with the BLAS
-kernels of an AVX2 processor by about a third, for a twentieth more time. Blocks of 64 take four times that and gain
-little. docs/correctness.md has the figures.
+rounding errors of both orders smaller, and with them what a row's result owes to the rows beside it. Smaller blocks go
+further and take more time. docs/correctness.md has what is left.
 """
 
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 from gpu_runtime.host.memory import HostMemory
 
 _MOST_KEPT: Final = 2048
-"""About 2.4 KiB each. A decode step of three layers makes 40 different calls for each number of lanes; past this many,
-everything is forgotten at once. Keeping more was no faster."""
+"""A decode step of three layers makes about 40 different calls for each number of lanes. Past this many, everything is
+forgotten at once, which bounds the memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpu_runtime.backend import NULL, GpuBackend
 from gpu_runtime.gemm import ACTIVATIONS, gemm_reference
-from gpu_runtime.op import REGISTRY, Inputs, Op, OpSpec, Tolerance, scalar, tensor
+from gpu_runtime.op import REGISTRY, Inputs, Op, OpSpec, scalar, tensor
 from gpu_runtime.streams import StreamLike
 from metrale.ops import inputs
 
@@ -34,8 +34,7 @@ SPEC: Final = OpSpec(
         scalar("activation", "i32"),
         scalar("residual", "i32"),
     ),
-    # One rounding, and float32 sums of up to 4,096 products: error grows as sqrt(k), 1e-6 at most over the shapes.
-    tolerance=Tolerance(f32=5e-6, f16=2**-11 + 2e-5, bf16=2**-8 + 2e-5),
+    tolerance=inputs.ONE_ROUNDING,
     library=True,
 )
 
