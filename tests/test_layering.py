@@ -37,9 +37,11 @@ LAZY = {("gpu_runtime.backend", "gpu_runtime.host"), ("gpu_runtime.backend", "gp
 
 HOMES = {
     "cupy": {"gpu_runtime.cuda"},
+    "cupy_backends": {"gpu_runtime.cuda"},
     "cuda": {"gpu_runtime.cuda"},
     "cuda.pathfinder": {"gpu_runtime.cuda", "metrale.cli"},  # finds libraries, touches no device
     "nvmath": {"gpu_runtime.cuda"},
+    "metrale_kernels": {"gpu_runtime.cuda", "metrale.ops"},  # CUDA sources: files, not code to call
     "sentencepiece": {"metrale.nllb"},
     "safetensors": {"metrale.checkpoint"},
 }

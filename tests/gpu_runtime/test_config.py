@@ -4,27 +4,58 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpu_runtime import BackendUnavailable, Config, open_backend
 from gpu_runtime.host import HostBackend
+from tests.backends import why_no_gpu
 
 
 def test_defaults() -> None:
-    assert Config.from_env({}) == Config() == Config(device="auto", model=None)
+    assert Config.from_env({}) == Config() == Config(device="auto", model=None, cache=None)
 
 
 def test_variables() -> None:
     assert Config.from_env({"METRALE_DEVICE": "host", "METRALE_MODEL": "/m"}) == Config("host", "/m")
-    assert Config.from_env({"METRALE_DEVICE": "", "METRALE_MODEL": ""}) == Config()
+    assert Config.from_env({"METRALE_CACHE_DIR": "/c"}) == Config(cache=Path("/c"))
+    assert Config.from_env({"METRALE_DEVICE": "", "METRALE_MODEL": "", "METRALE_CACHE_DIR": ""}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("environ", "cache"),
+    [
+        ({"HOME": "/home/a"}, "/home/a/.cache/metrale"),
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": "/x"}, "/x/metrale"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/metrale"),
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": "/x", "METRALE_CACHE_DIR": "/c"}, "/c"),
+        ({"HOME": "/home/a", "METRALE_CACHE_DIR": "relative"}, "relative"),
+        # an empty variable counts as unset, and the XDG specification has a relative path ignored
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": "", "METRALE_CACHE_DIR": ""}, "/home/a/.cache/metrale"),
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": "x"}, "/home/a/.cache/metrale"),
+        ({"HOME": "", "XDG_CACHE_HOME": "x"}, None),
+    ],
+)
+def test_cache_folder(environ: dict[str, str], cache: str | None) -> None:
+    assert Config.from_env(environ).cache == (None if cache is None else Path(cache))
+
+
+def test_every_variable_is_documented() -> None:
+    root = Path(__file__).parents[2]
+    read = re.findall(r"METRALE_\w+", (root / "gpu_runtime/config.py").read_text("utf-8"))
+    page = (root / "docs/environment.md").read_text("utf-8")
+    assert len(set(read)) >= 3
+    assert set(re.findall(r"^\| `(METRALE_\w+)` \|", page, re.MULTILINE)) == set(read)
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METRALE_DEVICE", "cuda:1")
+    monkeypatch.setenv("METRALE_CACHE_DIR", "/c")
     monkeypatch.delenv("METRALE_MODEL", raising=False)
-    assert Config.from_env() == Config(device="cuda:1")
+    assert Config.from_env() == Config(device="cuda:1", cache=Path("/c"))
 
 
 def test_is_frozen() -> None:
@@ -33,17 +64,28 @@ def test_is_frozen() -> None:
         config.device = "host"
 
 
-@pytest.mark.parametrize("device", ["host", "auto"])
-def test_open_host(device: str) -> None:
-    with open_backend(device, config=Config()) as gpu:
+@pytest.mark.parametrize(("name", "config"), [("host", Config("cuda")), ("auto", Config("host"))])
+def test_open_host(name: str, config: Config) -> None:
+    with open_backend(name, config=config) as gpu:
         assert isinstance(gpu, HostBackend)
         assert gpu.kind() == "host"
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:12"])
-def test_cuda_is_refused_by_name(device: str) -> None:
-    with pytest.raises(BackendUnavailable, match=f"device '{device}'"):
-        open_backend(device)
+def test_auto_takes_a_gpu_where_there_is_one() -> None:
+    with open_backend("auto", config=Config()) as gpu:
+        assert gpu.kind() == ("cuda" if why_no_gpu() is None else "host")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_open_cuda(name: str) -> None:
+    with open_backend(name) as gpu:
+        assert gpu.kind() == "cuda"
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BackendUnavailable, match="cuda"):
+        open_backend("cuda:99")
 
 
 @pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:0:1", "HOST", " host", "host:0"])
@@ -60,8 +102,8 @@ def test_device_is_a_string(device: Any) -> None:
 
 def test_auto_asks_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendUnavailable):
-        open_backend("auto", config=Config(device="cuda"))
-    monkeypatch.setenv("METRALE_DEVICE", "cuda")
+        open_backend("auto", config=Config(device="cuda:99"))
+    monkeypatch.setenv("METRALE_DEVICE", "cuda:99")
     with pytest.raises(BackendUnavailable):
         open_backend()
     monkeypatch.setenv("METRALE_DEVICE", "gpu")

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Every kernel source compiles for each generation of GPUs. Needs NVRTC (the extra `test` brings it), no GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import metrale_kernels
+import pytest
+
+from gpu_runtime.cuda.nvrtc import compile_source
+from gpu_runtime.kernel_source import entries, inlined
+from tests.kernels.sources import ARCHITECTURES, OPS, RUNTIME, entries_of_ptx, passed
+from tests.kernels.test_entries import DIRECT, SOURCE
+
+pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="NVIDIA makes no compiler for macOS")
+
+
+@pytest.mark.parametrize("source", [*OPS, *RUNTIME], ids=lambda source: source.name)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiles_and_has_the_entry_points_that_are_read_from_it(source: Path, arch: str) -> None:
+    """The compiler is the judge of the parser: the same entry points, with parameters of the same sizes."""
+    text = inlined(source, (metrale_kernels.ROOT,))
+    ptx = compile_source(text, source.name, arch, cache=None)
+    found = entries_of_ptx(ptx)
+    assert found
+    assert found == {name: passed(parameters) for name, parameters in entries(text).items()}
+
+
+@pytest.mark.parametrize("text", [SOURCE, DIRECT])
+def test_the_compiler_reads_the_parser_s_own_examples_alike(text: str) -> None:
+    found = entries_of_ptx(compile_source(text, "k.cu", "compute_80", cache=None))
+    assert found == {name: passed(parameters) for name, parameters in entries(text).items()}
+
+
+def test_an_entry_point_that_is_compiled_out_is_noticed() -> None:
+    text = '#if 0\nextern "C" __global__ void a(int n) { }\n#endif\nextern "C" __global__ void b(int n) { }\n'
+    assert list(entries(text)) == ["a", "b"]
+    assert list(entries_of_ptx(compile_source(text, "k.cu", "compute_80", cache=None))) == ["b"]
