@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
@@ -38,6 +39,7 @@ class Arg:
     ----------
     name : str
     role : {"in", "out", "inout", "scalar"}
+        Of an ``out``, every element of the shape is written, and none is read before.
     dtype : str
         Element type of what a pointer points at, or C type of a scalar; ``"T"`` is the entry's element type.
     shape : tuple
@@ -49,6 +51,10 @@ class Arg:
         Whether NULL is allowed.
     align : int
         Alignment in bytes that the address must have; 0 means one element.
+    reads_when : str or bool
+        For ``inout``, whether what the memory held before is read: always (True), never (False: scratch, whose content
+        is unspecified afterwards), or when the integer scalar parameter of this name is not 0. When that is 0, the
+        parameter is as good as ``out``: every element of its shape is written, and none is read before.
     """
 
     name: str
@@ -58,10 +64,22 @@ class Arg:
     row_stride: str | None = None
     optional: bool = False
     align: int = 0
+    reads_when: str | bool = True
 
     @property
     def is_pointer(self) -> bool:
         return self.role != "scalar"
+
+    @property
+    def is_scratch(self) -> bool:
+        """Whether the memory means nothing before and after the launch."""
+        return self.role == "inout" and self.reads_when is False
+
+    def reads(self, dims: Dims) -> bool:
+        """Return whether the kernel reads what the memory holds when it begins, for the given scalar values."""
+        if self.role != "inout":
+            return self.role == "in"
+        return bool(dims[self.reads_when]) if isinstance(self.reads_when, str) else self.reads_when
 
     def sizes(self, dims: Dims) -> tuple[int, ...]:
         """Return the extent of each axis for the given scalar values."""
@@ -80,10 +98,16 @@ def _extent(axis: int | str, dims: Dims) -> int:
 
 
 def tensor(
-    name: str, role: Role, dtype: str, *shape: int | str, row_stride: str | None = None, optional: bool = False
+    name: str,
+    role: Role,
+    dtype: str,
+    *shape: int | str,
+    row_stride: str | None = None,
+    optional: bool = False,
+    reads_when: str | bool = True,
 ) -> Arg:
     """Return the spec of a pointer parameter."""
-    return Arg(name, role, dtype, shape, row_stride, optional)
+    return Arg(name, role, dtype, shape, row_stride, optional, reads_when=reads_when)
 
 
 def scalar(name: str, ctype: str) -> Arg:
@@ -156,6 +180,12 @@ class OpSpec:
     def __post_init__(self) -> None:
         places = [(i, arg.name) for i, arg in enumerate(self.args) if arg.role == "scalar" and arg.dtype != "f32"]
         object.__setattr__(self, "_integers", tuple(places))
+        names = {name for _, name in places}
+        for arg in self.args:
+            if isinstance(arg.reads_when, str) and arg.reads_when not in names:
+                raise ValueError(
+                    f"{self.name}: {arg.name}: reads_when: expected an integer scalar, got {arg.reads_when!r}"
+                )
 
     def entry(self, dtype: str) -> str:
         """Return the entry point's name for an element type.
@@ -230,6 +260,10 @@ class Op:
     spec : OpSpec
     plan : callable or None
         ``plan(dims, dtype, limits) -> LaunchPlan``, a pure function; None for a library op.
+    source : Path or None
+        The CUDA C++ file with the entry points; None for a library op.
+    include : tuple of Path
+        Folders where the source's ``#include "..."`` are looked for, after the folder of the including file.
     enqueue : callable or None
         For a library op alone: ``enqueue(gpu, dtype, values, stream)``.
     reference : callable
@@ -247,6 +281,8 @@ class Op:
     make_inputs: Callable[..., Inputs]
     cases: tuple[Mapping[str, Any], ...]
     plan: Callable[[Dims, str, Limits], LaunchPlan] | None = None
+    source: Path | None = None
+    include: tuple[Path, ...] = ()
     enqueue: Callable[[GpuBackend, str, Sequence[Any], StreamLike], None] | None = None
 
     def launch(self, gpu: GpuBackend, dtype: str, values: Sequence[Any], stream: StreamLike = 0) -> None:

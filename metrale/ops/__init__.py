@@ -8,5 +8,17 @@ from metrale.ops.kv_scatter import kv_scatter
 from metrale.ops.layer_norm import layer_norm
 from metrale.ops.linear import linear
 from metrale.ops.packed_attention import packed_attention
+from metrale.ops.row_gather import row_gather
+from metrale.ops.top_k import top_k
 
-__all__ = ["argmax", "decode_attention", "embed", "kv_scatter", "layer_norm", "linear", "packed_attention"]
+__all__ = [
+    "argmax",
+    "decode_attention",
+    "embed",
+    "kv_scatter",
+    "layer_norm",
+    "linear",
+    "packed_attention",
+    "row_gather",
+    "top_k",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import metrale_kernels
 import numpy as np
 
 from gpu_runtime import dtypes
@@ -31,8 +32,8 @@ SPEC: Final = OpSpec(
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
-    """One block a row, a thread for each eight logits, in whole warps, at most 1,024."""
-    warps = -(-dims["vocab"] // (8 * limits.warp_size))
+    """One block a row, a thread for each 16 bytes, in whole warps, at most 1,024."""
+    warps = -(-dims["vocab"] * dtypes.itemsize(dtype) // (16 * limits.warp_size))
     return LaunchPlan(SPEC.entry(dtype), (dims["rows"], 1, 1), (limits.warp_size * min(warps, 32), 1, 1))
 
 
@@ -49,6 +50,15 @@ def reference(*, logits: Array, ids: Array, flags: Array, rows: int, vocab: int,
 SPECIAL: Final = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 
 
+def spoil(rng: np.random.Generator, logits: Array, special: tuple[str, ...]) -> None:
+    """Put a value named in `SPECIAL` into row ``i`` for each name: anywhere, at the end (``"last nan"``), or everywhere
+    (``"all nan"``)."""
+    for row, name in enumerate(special):
+        place, _, value = name.rpartition(" ")
+        where = {"all": slice(None), "last": -1, "": rng.integers(0, logits.shape[1])}[place]
+        logits[row, where] = SPECIAL[value]
+
+
 def make_inputs(
     rng: np.random.Generator,
     dtype: str,
@@ -56,17 +66,19 @@ def make_inputs(
     rows: int,
     vocab: int,
     pad: int = 0,
-    tie: bool = False,
+    mean: float = 0.0,
+    ties: tuple[int, ...] = (),
     special: tuple[str, ...] = (),
 ) -> Inputs:
-    logits = inputs.normal(rng, (rows, vocab + pad), dtype)
+    """``ties`` are columns that share the largest value of every row; ``special`` is as `spoil` takes it."""
+    logits = inputs.normal(rng, (rows, vocab + pad), dtype, mean=mean)
+    largest = dtypes.NUMPY[dtype].type(mean + 9)
     logits[:, vocab:] = np.inf  # padding must not be looked at
-    if tie:
-        logits[:, vocab // 3] = logits[:, vocab - 1] = dtypes.NUMPY[dtype].type(9)
+    if ties:
+        logits[:, ties] = largest
     else:
-        logits[0, 0] = logits[-1, vocab - 1] = dtypes.NUMPY[dtype].type(9)  # the first and the last column count
-    for row, name in enumerate(special):
-        logits[row, rng.integers(0, vocab)] = SPECIAL[name]
+        logits[0, 0] = logits[-1, vocab - 1] = largest  # the first and the last column count
+    spoil(rng, logits[:, :vocab], special)
     return {
         "logits": logits,
         "ids": inputs.output((rows,), "i32"),
@@ -80,12 +92,16 @@ def make_inputs(
 CASES: Final = (
     {"rows": 1, "vocab": 1},
     {"rows": 3, "vocab": 97, "pad": 31},
-    {"rows": 4, "vocab": 8240, "tie": True},
-    {"rows": 5, "vocab": 300, "pad": 20, "special": ("nan", "inf", "-inf", "nan")},
-    {"rows": 2, "vocab": 256206, "pad": 50},
+    {"rows": 4, "vocab": 8240, "ties": (2746, 8239)},
+    {"rows": 8, "vocab": 303, "pad": 17, "special": ("nan", "inf", "-inf", "last nan", "all nan", "all -inf")},
+    # rows at odd addresses, a tie in one thread's share of the CUDA kernel, and nothing above 0
+    {"rows": 5, "vocab": 40003, "pad": 2, "mean": -30.0, "ties": (32773, 5)},
+    {"rows": 2, "vocab": 256206, "pad": 50, "ties": (250000, 131000)},
 )
 
-OP: Final = REGISTRY.register(Op(SPEC, reference, make_inputs, CASES, plan=plan))
+OP: Final = REGISTRY.register(
+    Op(SPEC, reference, make_inputs, CASES, plan=plan, source=metrale_kernels.path(SPEC.name))
+)
 
 
 def argmax(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import metrale_kernels
 import numpy as np
 
 from gpu_runtime import dtypes
@@ -43,14 +44,25 @@ SPEC: Final = OpSpec(
 )
 
 WARPS: Final = 4
-"""Warps of a block; each takes every fourth key and keeps a running maximum, sum and weighted value."""
+"""Warps of a block; each keeps a running maximum, sum and weighted value of the keys that it takes. Part of the order
+in which a row is summed, so the same for every launch."""
+
+MOST_HEAD_DIM: Final = 256
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
-    """One block a head and row. Shared memory holds each warp's partial result, whatever the number of keys."""
+    """One block a row and head, in grid x. Shared memory holds each warp's part of the result, whatever the lengths.
+
+    Raises
+    ------
+    ValueError
+        When the heads are wider than the kernel can hold.
+    """
+    if dims["head_dim"] > MOST_HEAD_DIM:
+        raise ValueError(f"decode_attention: head_dim: expected at most {MOST_HEAD_DIM}, got {dims['head_dim']}")
     return LaunchPlan(
         SPEC.entry(dtype),
-        (dims["heads"], dims["rows"], 1),
+        (dims["rows"] * dims["heads"], 1, 1),
         (WARPS * limits.warp_size, 1, 1),
         WARPS * (dims["head_dim"] + 2) * 4,
     )
@@ -140,9 +152,15 @@ CASES: Final = (
     {"lengths": (5, 3) * 33, "heads": 2, "head_dim": 16},
     {"lengths": (1100, 40), "heads": 2, "head_dim": 128},
     {"lengths": (400, 9), "heads": 2, "head_dim": 64, "spread": 30.0},  # scores far past what exp can hold unshifted
+    {"lengths": (65, 64, 1, 300), "heads": 2, "head_dim": 64},  # about as many keys as a block takes at a time
+    {"lengths": (70, 3), "heads": 2, "head_dim": 200},  # wide heads: more than a load for a lane
+    {"lengths": (9, 40), "heads": 2, "head_dim": 64, "regular": False},
+    {"lengths": (40, 9), "heads": 1, "head_dim": 101, "regular": False},
 )
 
-OP: Final = REGISTRY.register(Op(SPEC, reference, make_inputs, CASES, plan=plan))
+OP: Final = REGISTRY.register(
+    Op(SPEC, reference, make_inputs, CASES, plan=plan, source=metrale_kernels.path("decode_attention"))
+)
 
 
 def decode_attention(

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import metrale_kernels
 import numpy as np
 
+from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.limits import Limits
@@ -35,8 +37,8 @@ SPEC: Final = OpSpec(
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
-    """One block a row, a thread for each eight elements, in whole warps, at most 256."""
-    warps = -(-dims["width"] // (8 * limits.warp_size))
+    """One block a row, a thread for each 16 bytes, in whole warps, at most 256."""
+    warps = -(-dims["width"] * dtypes.itemsize(dtype) // (16 * limits.warp_size))
     return LaunchPlan(SPEC.entry(dtype), (dims["rows"], 1, 1), (limits.warp_size * min(warps, 8), 1, 1))
 
 
@@ -87,10 +89,13 @@ CASES: Final = (
     {"rows": 1, "width": 256},
     {"rows": 7, "width": 33},
     {"rows": 130, "width": 1024},
+    {"rows": 3, "width": 2056},  # more packs than a block of the CUDA kernel has threads
     {"rows": 2, "width": 1, "vocab": 1, "position_count": 1},
 )
 
-OP: Final = REGISTRY.register(Op(SPEC, reference, make_inputs, CASES, plan=plan))
+OP: Final = REGISTRY.register(
+    Op(SPEC, reference, make_inputs, CASES, plan=plan, source=metrale_kernels.path(SPEC.name))
+)
 
 
 def embed(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import metrale_kernels
 import numpy as np
 
 from gpu_runtime import dtypes
@@ -90,9 +91,12 @@ CASES: Final = (
     {"rows": 4, "width": 16, "depth": 1, "layer": 2},
     {"rows": 5, "width": 24, "regular": False},
     {"rows": 70, "width": 512, "pad": 256},
+    {"rows": 3, "width": 2180, "pad": 4},  # more packs than a block of the CUDA kernel has threads, and a rest
 )
 
-OP: Final = REGISTRY.register(Op(SPEC, reference, make_inputs, CASES, plan=plan))
+OP: Final = REGISTRY.register(
+    Op(SPEC, reference, make_inputs, CASES, plan=plan, source=metrale_kernels.path(SPEC.name))
+)
 
 
 def kv_scatter(

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import metrale_kernels
 import numpy as np
 
+from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.limits import Limits
 from gpu_runtime.op import REGISTRY, Dims, Inputs, LaunchPlan, Op, OpSpec, scalar, tensor
@@ -32,9 +34,9 @@ SPEC: Final = OpSpec(
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
-    """One block a row; a thread for each eight elements, in whole warps, at most 256."""
-    warps = -(-dims["width"] // (8 * limits.warp_size))
-    return LaunchPlan(SPEC.entry(dtype), (dims["rows"], 1, 1), (limits.warp_size * min(warps, 8), 1, 1))
+    """One block a row; a thread for each 16 bytes, in whole warps, at most 1,024."""
+    warps = -(-dims["width"] * dtypes.itemsize(dtype) // (16 * limits.warp_size))
+    return LaunchPlan(SPEC.entry(dtype), (dims["rows"], 1, 1), (limits.warp_size * min(warps, 32), 1, 1))
 
 
 def reference(*, x: Array, weight: Array, bias: Array, out: Array, rows: int, width: int, eps: float) -> None:
@@ -64,9 +66,13 @@ CASES: Final = (
     {"rows": 3, "width": 2},
     {"rows": 70, "width": 1024},
     {"rows": 4, "width": 64, "std": 3e-3},  # a variance near eps, where eps decides
+    {"rows": 2, "width": 9001},  # wider than a block of the CUDA kernel holds in registers
+    {"rows": 2, "width": 8712},  # the same, in whole packs
 )
 
-OP: Final = REGISTRY.register(Op(SPEC, reference, make_inputs, CASES, plan=plan))
+OP: Final = REGISTRY.register(
+    Op(SPEC, reference, make_inputs, CASES, plan=plan, source=metrale_kernels.path(SPEC.name))
+)
 
 
 def layer_norm(

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from gpu_runtime.backend import NULL, GpuBackend
-from gpu_runtime.gemm import ACTIVATIONS, gemm_reference
+from gpu_runtime.gemm import ACTIVATIONS, Gemm, gemm_reference
 from gpu_runtime.op import REGISTRY, Inputs, Op, OpSpec, scalar, tensor
 from gpu_runtime.streams import StreamLike
 from metrale.ops import inputs
@@ -25,7 +25,7 @@ SPEC: Final = OpSpec(
         tensor("x", "in", "T", "rows", "k", row_stride="x_stride"),
         tensor("weight", "in", "T", "n", "k"),
         tensor("bias", "in", "T", "n", optional=True),
-        tensor("out", "inout", "T", "rows", "n", row_stride="out_stride"),
+        tensor("out", "inout", "T", "rows", "n", row_stride="out_stride", reads_when="residual"),
         scalar("rows", "i32"),
         scalar("n", "i32"),
         scalar("k", "i32"),
@@ -33,6 +33,8 @@ SPEC: Final = OpSpec(
         scalar("out_stride", "i64"),
         scalar("activation", "i32"),
         scalar("residual", "i32"),
+        tensor("workspace", "inout", "u8", "workspace_bytes", optional=True, reads_when=False),
+        scalar("workspace_bytes", "i64"),
     ),
     tolerance=inputs.ONE_ROUNDING,
     library=True,
@@ -41,7 +43,7 @@ SPEC: Final = OpSpec(
 
 def enqueue(gpu: GpuBackend, dtype: str, values: Sequence[Any], stream: StreamLike) -> None:
     """Call the backend's product."""
-    x, weight, bias, out, rows, n, k, x_stride, out_stride, activation, residual = values
+    x, weight, bias, out, rows, n, k, x_stride, out_stride, activation, residual, workspace, workspace_bytes = values
     gpu.gemm(
         x,
         weight,
@@ -55,15 +57,22 @@ def enqueue(gpu: GpuBackend, dtype: str, values: Sequence[Any], stream: StreamLi
         accumulate=bool(residual),
         lda=x_stride,
         ldc=out_stride,
+        workspace=workspace,
+        workspace_bytes=workspace_bytes,
         stream=stream,
     )
 
 
 def reference(
-    *, x: Array, weight: Array, bias: Array | None, out: Array, activation: int, residual: int, **_: int
+    *, x: Array, weight: Array, bias: Array | None, out: Array, activation: int, residual: int, **_: Any
 ) -> None:
-    """The product's own reference."""
+    """The product's own reference, which has no use for a workspace."""
     gemm_reference(x, weight, out, bias, activation=ACTIVATION_NAMES[activation], accumulate=bool(residual))
+
+
+def scratch_bytes(rows: int, n: int, k: int, dtype: str, activation: str) -> int:
+    """Return the bytes of workspace that a layer cannot do without."""
+    return Gemm.of(rows, n, k, dtype, None, None, None, None, 1.0, activation).scratch_bytes
 
 
 def make_inputs(
@@ -78,7 +87,10 @@ def make_inputs(
     residual: bool = False,
     x_pad: int = 0,
     out_pad: int = 0,
+    spare: int = 0,
 ) -> Inputs:
+    """``spare`` is workspace in bytes beyond what the product cannot do without."""
+    workspace_bytes = scratch_bytes(rows, n, k, dtype, activation) + spare
     return {
         "x": inputs.normal(rng, (rows, k + x_pad), dtype),
         "weight": inputs.normal(rng, (n, k), dtype, std=k**-0.5),
@@ -91,6 +103,8 @@ def make_inputs(
         "out_stride": n + out_pad,
         "activation": ACTIVATION_NAMES.index(activation),
         "residual": int(residual),
+        "workspace": np.full(workspace_bytes, 0xA5, dtype=np.uint8) if workspace_bytes else None,
+        "workspace_bytes": workspace_bytes,
     }
 
 
@@ -104,6 +118,8 @@ CASES: Final = (
     {"rows": 6, "n": 40, "k": 24, "activation": "gelu"},
     {"rows": 6, "n": 40, "k": 24, "activation": "gelu_tanh"},
     {"rows": 6, "n": 40, "k": 24, "activation": "silu", "out_pad": 8},
+    {"rows": 9, "n": 72, "k": 40, "activation": "gelu", "x_pad": 8, "spare": 1 << 20},
+    {"rows": 33, "n": 128, "k": 512, "spare": 1 << 20},
     {"rows": 2, "n": 16, "k": 4096},
     {"rows": 3, "n": 5, "k": 257},
 )
@@ -126,21 +142,25 @@ def linear(
     out_stride: int | None = None,
     activation: str = "none",
     residual: bool = False,
+    workspace: int = NULL,
+    workspace_bytes: int = 0,
     stream: StreamLike = 0,
 ) -> None:
     """Enqueue a dense layer of ``rows`` rows from ``k`` to ``n`` features.
 
     ``x`` is ``[rows, k]`` and ``out`` is ``[rows, n]``, rows ``x_stride`` and ``out_stride`` elements apart (None:
     contiguous); ``weight`` is ``[n, k]``; ``bias`` is ``[n]``, or NULL for none. With ``residual`` the result is added
-    to what ``out`` holds, and no activation may be named.
+    to what ``out`` holds, and no activation may be named. ``workspace`` is device memory of ``workspace_bytes`` bytes,
+    at least `scratch_bytes`, that the layer may use until the stream has passed it; its content is then unspecified.
 
     Raises
     ------
     ValueError
-        When the activation is unknown or does not go with ``residual``.
+        When the activation is unknown or does not go with ``residual``, or the workspace is too small.
     """
     if activation not in ACTIVATION_NAMES:
         raise ValueError(f"linear: activation: expected one of {ACTIVATION_NAMES}, got {activation!r}")
     strides = (k if x_stride is None else x_stride, n if out_stride is None else out_stride)
-    values = (x, weight, bias or NULL, out, rows, n, k, *strides, ACTIVATION_NAMES.index(activation), int(residual))
+    options = (ACTIVATION_NAMES.index(activation), int(residual), workspace, workspace_bytes)
+    values = (x, weight, bias or NULL, out, rows, n, k, *strides, *options)
     OP.launch(gpu, dtype, values, stream)

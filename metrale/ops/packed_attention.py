@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import metrale_kernels
 import numpy as np
 
 from gpu_runtime.backend import GpuBackend
@@ -39,18 +40,33 @@ SPEC: Final = OpSpec(
     tolerance=inputs.ATTENTION,
 )
 
-QUERY_TILE: Final = 32
-KEY_TILE: Final = 32
+MOST_HEAD_DIM: Final = 256
+
+WARP_QUERIES: Final = {"f32": 8, "f16": 16, "bf16": 16}
+"""Queries of a warp, by element type: a product of the tensor cores has 16 rows."""
+
+_TILE = 32  # keys in shared memory, and their values
+_TILE_QUERIES = 8  # of a warp in shared memory, where the tensor cores do not serve
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
-    """One block for each tile of queries, head and sequence; shared memory holds one tile of keys and one of values."""
-    tiles = -(-dims["longest"] // QUERY_TILE)
+    """One block for some queries of each head and sequence. Shared memory holds one tile of keys and one of values.
+
+    Raises
+    ------
+    ValueError
+        When the heads are wider than the kernel can hold.
+    """
+    head_dim = dims["head_dim"]
+    if head_dim > MOST_HEAD_DIM:
+        raise ValueError(f"packed_attention: head_dim: expected at most {MOST_HEAD_DIM}, got {head_dim}")
+    warps = 4 if head_dim <= 128 else 2
+    pitch = -(-head_dim // 8) * 8 + 4
     return LaunchPlan(
         SPEC.entry(dtype),
-        (tiles, dims["heads"], dims["offset_count"] - 1),
-        (128, 1, 1),
-        2 * KEY_TILE * dims["head_dim"] * 4,
+        (-(-dims["longest"] // (warps * WARP_QUERIES[dtype])), dims["heads"], dims["offset_count"] - 1),
+        (warps * limits.warp_size, 1, 1),
+        4 * (pitch * (2 * _TILE + warps * _TILE_QUERIES) + warps * _TILE_QUERIES * _TILE),
     )
 
 
@@ -122,10 +138,16 @@ CASES: Final = (
     {"lengths": (33, 64), "heads": 2, "head_dim": 64},
     {"lengths": (2, 7), "heads": 3, "head_dim": 5, "pad": 1},
     {"lengths": (1050,), "heads": 1, "head_dim": 128},
-    {"lengths": (12, 12), "heads": 2, "head_dim": 64, "spread": 30.0},  # scores far past what exp can hold unshifted
+    {"lengths": (33, 12), "heads": 2, "head_dim": 64, "spread": 30.0},  # scores far past what exp can hold unshifted
+    {"lengths": (1, 17, 32, 65), "heads": 2, "head_dim": 64, "pad": 8},  # at the edges of tiles
+    {"lengths": (33, 16), "heads": 2, "head_dim": 72},
+    {"lengths": (70, 35), "heads": 1, "head_dim": 36, "pad": 3},  # rows that start anywhere
+    {"lengths": (40, 3), "heads": 1, "head_dim": 200},
 )
 
-OP: Final = REGISTRY.register(Op(SPEC, reference, make_inputs, CASES, plan=plan))
+OP: Final = REGISTRY.register(
+    Op(SPEC, reference, make_inputs, CASES, plan=plan, source=metrale_kernels.path("packed_attention"))
+)
 
 
 def packed_attention(

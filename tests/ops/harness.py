@@ -10,6 +10,7 @@ import numpy as np
 
 from gpu_runtime import AddressTable, DevicePtr, GpuBackend, Op, dtypes
 from gpu_runtime.op import ELEMENT
+from tests.backends import damaged
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Values = Mapping[str, Any]
@@ -70,5 +71,5 @@ def run(op: Op, gpu: GpuBackend, dtype: str, inputs: Values, alias: tuple[str, s
             values.append(0 if value is None else value)
     op.launch(gpu, dtype, values)
     gpu.synchronize()
-    assert not gpu.scan_redzones()
+    assert not damaged(gpu)
     return {name: download(gpu, ptr, like) for name, (ptr, like) in pointers.items()}

@@ -7,6 +7,7 @@ output with its padding as it was; for an address table, the pool).
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -105,6 +106,30 @@ def argmax(v: Values) -> dict[str, Array]:
     return {"ids": np.array(ids), "flags": np.array(flags)}
 
 
+def row_gather(v: Values) -> dict[str, Array]:
+    out = v["out"].copy()
+    for row, source in enumerate(v["index"]):
+        out[row, : v["width"]] = v["src"][source, : v["width"]]
+    return {"out": out}
+
+
+def _log_sum_exp(row: list[float]) -> float:
+    most = max(row)
+    return most if math.isinf(most) else most + math.log(math.fsum(math.exp(x - most) for x in row))
+
+
+def top_k(v: Values) -> dict[str, Array]:
+    result: dict[str, list[Any]] = {"values": [], "ids": [], "lse": [], "flags": []}
+    for given in _f64(v["logits"])[:, : v["vocab"]]:
+        row = [-math.inf if math.isnan(x) else x for x in given.tolist()]
+        best = heapq.nsmallest(v["k"], ((-value, index) for index, value in enumerate(row)))
+        result["ids"].append([index for _, index in best])
+        result["values"].append([-value for value, _ in best])
+        result["lse"].append(_log_sum_exp(row))
+        result["flags"].append(int(not all(map(math.isfinite, given))))
+    return {name: np.array(rows) for name, rows in result.items()}
+
+
 def linear(v: Values) -> dict[str, Array]:
     from metrale.ops.linear import ACTIVATION_NAMES
 
@@ -119,5 +144,15 @@ def linear(v: Values) -> dict[str, Array]:
 
 ORACLES: dict[str, Callable[[Values], dict[str, Array]]] = {
     function.__name__: function
-    for function in (layer_norm, embed, kv_scatter, decode_attention, packed_attention, argmax, linear)
+    for function in (
+        layer_norm,
+        embed,
+        kv_scatter,
+        decode_attention,
+        packed_attention,
+        argmax,
+        row_gather,
+        top_k,
+        linear,
+    )
 }

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Sums and maxima over a warp or a block, always in the same order, so that equal inputs give equal bits.
+//
+// All threads of the block, or of the warp, must call; a block is whole warps, at most 32. Every thread gets the result.
+
+#ifndef METRALE_REDUCE_CUH
+#define METRALE_REDUCE_CUH
+
+inline constexpr unsigned ALL_LANES = 0xffffffffu;
+inline constexpr int WARP = 32;
+
+struct Sum {
+    template <typename V>
+    __device__ __forceinline__ static V of(V a, V b) {
+        return a + b;
+    }
+};
+
+// NaN counts as less than everything else.
+struct Max {
+    __device__ __forceinline__ static float of(float a, float b) {
+        return fmaxf(a, b);
+    }
+    __device__ __forceinline__ static unsigned long long of(unsigned long long a, unsigned long long b) {
+        return a < b ? b : a;
+    }
+};
+
+// Over each aligned group of `lanes` lanes, a power of two.
+template <typename Combine, typename V>
+__device__ __forceinline__ V warp_reduce(V value, int lanes = WARP) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        if (step < lanes) {
+            value = Combine::of(value, __shfl_xor_sync(ALL_LANES, value, step));
+        }
+    }
+    return value;
+}
+
+// `partial` has room for a value of each warp. It may be used again after the next barrier and no sooner: a slower warp
+// may still be reading it when this returns.
+template <typename Combine, typename V>
+__device__ __forceinline__ V block_reduce(V value, V* partial) {
+    value = warp_reduce<Combine>(value);
+    if (threadIdx.x % WARP == 0) {
+        partial[threadIdx.x / WARP] = value;
+    }
+    __syncthreads();
+    V result = partial[0];
+    for (int warp = 1; warp < static_cast<int>(blockDim.x) / WARP; ++warp) {
+        result = Combine::of(result, partial[warp]);
+    }
+    return result;
+}
+
+#endif

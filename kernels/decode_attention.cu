@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Attention of one query row each over the first lengths[r] positions of its own span of the KV cache:
+// out[r, h] = sum_p softmax_p(scale * q[r, h] . k[p, h]) v[p, h].
+//
+// Layout     q is [rows, heads * head_dim], rows q_stride elements apart; out is the same, contiguous. Position p of
+//            row r has its keys k_offset + p * kv_stride elements after spans[r] and its values v_offset + p * kv_stride
+//            after it, heads * head_dim of each. head_dim is 1 to 256.
+// Alignment  One element. Keys and values come in loads of 16 bytes when head_dim, kv_stride and the addresses of the
+//            row's first key and value are multiples of 16 bytes, else element by element; the bits are the same.
+// Launch     Grid (rows * heads, 1, 1), the heads of a row next to each other, as they are in memory. Block: a multiple of
+//            32 threads, at most 256. Shared memory: head_dim + 2 floats for each warp, whatever the lengths.
+// Aliasing   out overlaps nothing that is read. Rows may share a span.
+// Order      A row's bits depend on its own query, keys, values and length and on the size of the block, not on the other
+//            rows, and not on where it lies.
+// Undefined  A length below 1, or past what the span holds; head_dim above 256.
+//
+// A group of lanes takes one key, each lane a pack of it; the groups of a block take every n-th key, KEYS of them in
+// flight, and keep a running maximum, sum of weights and weighted value (online softmax). These are merged within the
+// warp, then across the warps, in a fixed order. Each key and value is read once, so memory is the limit when rows * heads
+// fill the device. Few rows with long spans do not (one row of 16 heads: 16 blocks). There, keys split over several
+// blocks in pieces of a fixed length, and a second pass that merges the pieces in order, would help; a launch knows no
+// lengths, so that needs their bound as a parameter, and memory for partial results.
+
+#include "common/attention.cuh"
+
+// What a block attends to: one head of one row.
+template <typename T>
+struct Head {
+    const T* query;
+    const T* keys;
+    const T* values;
+    long long kv_stride;
+    unsigned length;
+    int head_dim;
+    float scale;
+};
+
+// Merges the groups of a warp: after each round a group stands for twice as many.
+template <int LANES, int CHUNKS, int VEC>
+__device__ __forceinline__ void merge_groups(float& most, float& total, float (&sum)[CHUNKS][VEC]) {
+#pragma unroll
+    for (int offset = LANES; offset < WARP; offset *= 2) {
+        const float other = __shfl_xor_sync(ALL_LANES, most, offset);
+        const float largest = fmaxf(most, other);
+        const float keep = expf(most - largest), take = expf(other - largest);
+        most = largest;
+        total = fmaf(__shfl_xor_sync(ALL_LANES, total, offset), take, total * keep);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) {
+                sum[c][e] = fmaf(__shfl_xor_sync(ALL_LANES, sum[c][e], offset), take, sum[c][e] * keep);
+            }
+        }
+    }
+}
+
+// Writes each warp's part of the result to `partial`: head_dim weighted sums, the maximum, the sum of weights. LANES
+// lanes hold a key, CHUNKS packs each.
+template <typename T, int LANES, int CHUNKS, int KEYS, bool WHOLE>
+__device__ __forceinline__ void attend(const Head<T>& head, float* partial) {
+    constexpr int VEC = PACK<T>;
+    const int lane = threadIdx.x % WARP;
+    const unsigned group = threadIdx.x / LANES, groups = blockDim.x / LANES;
+
+    float query[CHUNKS][VEC], sum[CHUNKS][VEC] = {};
+    int dim[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        dim[c] = (c * LANES + lane % LANES) * VEC;
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) {
+            query[c][e] = dim[c] + e < head.head_dim ? to_float(head.query[dim[c] + e]) * head.scale : 0.0f;
+        }
+    }
+
+    float most = LOWEST, total = 0.0f;
+    for (unsigned begin = 0; begin < head.length; begin += KEYS * groups) {
+        const unsigned first = begin + group;
+        uint4 key[KEYS][CHUNKS] = {}, value[KEYS][CHUNKS] = {};
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) {
+            const long long at = (first + i * groups) * head.kv_stride;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                if (first + i * groups < head.length && dim[c] < head.head_dim) {
+                    const T *k = head.keys + at + dim[c], *v = head.values + at + dim[c];
+                    const int count = head.head_dim - dim[c];
+                    key[i][c] = WHOLE ? load_words(k) : gather_words(k, count);
+                    value[i][c] = WHOLE ? load_words(v) : gather_words(v, count);
+                }
+            }
+        }
+        float score[KEYS], largest = most;
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) {
+            score[i] = 0.0f;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                float k[VEC];
+                unpack(key[i][c], k, T{});
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) {
+                    score[i] = fmaf(query[c][e], k[e], score[i]);
+                }
+            }
+            score[i] = warp_reduce<Sum>(score[i], LANES);
+            score[i] = first + i * groups < head.length ? score[i] : -infinity();
+            largest = fmaxf(largest, score[i]);
+        }
+        const float keep = expf(most - largest);
+        most = largest;
+        total *= keep;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) {
+                sum[c][e] *= keep;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) {
+            const float weight = expf(score[i] - most);
+            total += weight;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                float v[VEC];
+                unpack(value[i][c], v, T{});
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) {
+                    sum[c][e] = fmaf(weight, v[e], sum[c][e]);
+                }
+            }
+        }
+    }
+    merge_groups<LANES>(most, total, sum);
+
+    float* own = partial + threadIdx.x / WARP * (head.head_dim + 2);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) {
+            if (lane < LANES && dim[c] + e < head.head_dim) {
+                own[dim[c] + e] = sum[c][e];
+            }
+        }
+    }
+    if (lane == 0) {
+        own[head.head_dim] = most;
+        own[head.head_dim + 1] = total;
+    }
+}
+
+// Writes the head's result from the parts that the warps have left in `partial`.
+template <typename T>
+__device__ __forceinline__ void merge_warps(const float* partial, int head_dim, T* out) {
+    const int warps = blockDim.x / WARP, pitch = head_dim + 2;
+    float most = LOWEST;
+    for (int warp = 0; warp < warps; ++warp) {
+        most = fmaxf(most, partial[warp * pitch + head_dim]);
+    }
+    for (int dim = threadIdx.x; dim < head_dim; dim += blockDim.x) {
+        float sum = 0.0f, total = 0.0f;
+        for (int warp = 0; warp < warps; ++warp) {
+            const float* part = partial + warp * pitch;
+            const float keep = expf(part[head_dim] - most);
+            sum = fmaf(part[dim], keep, sum);
+            total = fmaf(part[head_dim + 1], keep, total);
+        }
+        out[dim] = from_float<T>(sum / total);
+    }
+}
+
+template <typename T, bool WHOLE>
+__device__ __forceinline__ void attend_by_width(const Head<T>& head, float* partial) {
+    constexpr int VEC = PACK<T>;
+    if (head.head_dim <= 64) {
+        attend<T, 64 / VEC, 1, 4, WHOLE>(head, partial);
+    } else if (head.head_dim <= 128) {
+        attend<T, 128 / VEC, 1, 4, WHOLE>(head, partial);
+    } else {
+        attend<T, 32, 8 / VEC, 4, WHOLE>(head, partial);
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void decode_attention(const T* q, const unsigned long long* spans, const int* lengths,
+                                                 T* out, int heads, int head_dim, long long q_stride,
+                                                 long long k_offset, long long v_offset, long long kv_stride,
+                                                 float scale) {
+    extern __shared__ float partial[];
+    const long long row = blockIdx.x / heads;
+    const long long within = static_cast<long long>(blockIdx.x % heads) * head_dim;
+    const T* span = reinterpret_cast<const T*>(spans[row]) + within;
+    const Head<T> head = {q + row * q_stride + within, span + k_offset, span + v_offset, kv_stride,
+                          static_cast<unsigned>(lengths[row]), head_dim, scale};
+    if (head_dim % PACK<T> == 0 && rows_aligned16(head.keys, kv_stride) && rows_aligned16(head.values, kv_stride)) {
+        attend_by_width<T, true>(head, partial);
+    } else {
+        attend_by_width<T, false>(head, partial);
+    }
+    __syncthreads();
+    merge_warps(partial, head_dim, out + row * heads * head_dim + within);
+}
+
+#define ENTRY(T, suffix)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(256) decode_attention_##suffix(                                     \
+        const T* q, const unsigned long long* spans, const int* lengths, T* out, int rows, int heads, int head_dim,  \
+        long long q_stride, long long k_offset, long long v_offset, long long kv_stride, float scale) {              \
+        decode_attention<T>(q, spans, lengths, out, heads, head_dim, q_stride, k_offset, v_offset, kv_stride, scale); \
+    }
+
+ENTRY(float, f32)
+ENTRY(f16, f16)
+ENTRY(bf16, bf16)

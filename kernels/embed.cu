@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// out[r] = scale * table[ids[r]] + position_table[positions[r]]
+//
+// Layout     ids, positions: int, [rows]; table: T, [vocab, width]; position_table: float, [position_count, width];
+//            out: T, [rows, width]. The alignment of one element is enough; packs are moved whole where all addresses are
+//            multiples of 16 bytes and width is a multiple of a pack.
+// Launch     grid x = rows; block = whole warps, at most 256 threads; no shared memory.
+// Aliasing   none.
+// Undefined  an id outside [0, vocab) or a position outside [0, position_count): memory outside a table is read.
+
+#include "common/element.cuh"
+
+template <typename T>
+__device__ __forceinline__ void embed(const int* ids, const int* positions, const T* table, const float* position_table,
+                                      T* out, int rows, int width, float scale) {
+    const long long row = blockIdx.x;
+    if (row >= rows) {
+        return;
+    }
+    const bool whole = width % PACK<T> == 0 && aligned16(table) && aligned16(position_table) && aligned16(out);
+    table += static_cast<long long>(ids[row]) * width;
+    position_table += static_cast<long long>(positions[row]) * width;
+    out += row * width;
+    for (int column = threadIdx.x * PACK<T>; column < width; column += blockDim.x * PACK<T>) {
+        const int count = width - column;
+        float values[PACK<T>];
+        float shifts[PACK<T>];
+        load_pack(table + column, count, whole, values);
+        load_floats(position_table + column, count, whole, shifts);
+#pragma unroll
+        for (int i = 0; i < PACK<T>; ++i) {
+            values[i] = scale * values[i] + shifts[i];
+        }
+        store_pack(out + column, count, whole, values);
+    }
+}
+
+#define ENTRY(T, suffix)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(256) embed_##suffix(                                           \
+        const int* ids, const int* positions, const T* table, const float* position_table, T* out, int rows,    \
+        int width, int vocab, int position_count, float scale) {                                                \
+        embed<T>(ids, positions, table, position_table, out, rows, width, scale);                               \
+    }
+ENTRY(float, f32)
+ENTRY(f16, f16)
+ENTRY(bf16, bf16)
