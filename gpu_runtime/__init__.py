@@ -8,9 +8,12 @@ from gpu_runtime.errors import (
     BackendUnavailable,
     DeviceError,
     GpuRuntimeError,
+    GuardViolation,
     InvalidPointer,
     OutOfMemory,
+    UninitializedRead,
     UnknownKernel,
+    UnwrittenOutput,
 )
 from gpu_runtime.handles import KernelHandle, LaunchRecord, PinnedMemory
 from gpu_runtime.ledger import Allocation
@@ -30,6 +33,7 @@ __all__ = [
     "DevicePtr",
     "GpuBackend",
     "GpuRuntimeError",
+    "GuardViolation",
     "InvalidPointer",
     "KernelHandle",
     "LaunchPlan",
@@ -45,6 +49,8 @@ __all__ = [
     "StreamLike",
     "SupportsCudaStream",
     "Tolerance",
+    "UninitializedRead",
     "UnknownKernel",
+    "UnwrittenOutput",
     "open_backend",
 ]

@@ -11,6 +11,7 @@ is enqueued. Every method may be called from any thread.
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -24,6 +25,8 @@ from gpu_runtime.ledger import Allocation
 from gpu_runtime.limits import Limits
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
+
+log = logging.getLogger(__name__)
 
 NULL = DevicePtr.NULL
 
@@ -404,28 +407,38 @@ def open_backend(device: str = "auto", *, config: Config | None = None) -> GpuBa
     Parameters
     ----------
     device : str
-        ``"host"``; ``"cuda"`` or ``"cuda:N"``; or ``"auto"``: what the configuration says, else the host.
+        ``"host"``; ``"cuda:N"``; ``"cuda"``: the first GPU that can be used; or ``"auto"``: what the configuration
+        says, else the first such GPU, else the host. The choice of "auto" is logged.
     config : Config or None
         Settings; None reads the environment.
 
     Raises
     ------
     BackendUnavailable
-        When the device cannot be opened here. ``"cuda"`` always is in this version.
+        When the device cannot be opened here: no driver, a missing package, no such GPU, or one that is too old.
     ValueError
         When ``device`` is none of these.
     """
     if not isinstance(device, str):
         raise TypeError(f"device: expected a string, got {device!r}")
-    if device == "auto":
-        device = (config or Config.from_env()).device
-    if device in ("auto", "host"):
-        from gpu_runtime.host import HostBackend
-
-        return HostBackend()
-    kind, colon, ordinal = device.partition(":")
+    settings = config or Config.from_env()
+    wanted = settings.device if device == "auto" else device
+    kind, colon, ordinal = wanted.partition(":")
     if kind == "cuda" and (not colon or ordinal.isdecimal()):
-        raise BackendUnavailable(
-            f"device {device!r}: this version has no CUDA backend yet; use 'host', which runs everywhere"
-        )
-    raise ValueError(f"device: expected 'auto', 'host', 'cuda' or 'cuda:N', got {device!r}")
+        from gpu_runtime.cuda import open_cuda
+
+        return open_cuda(int(ordinal) if colon else None, config=settings)
+    if wanted not in ("auto", "host"):
+        raise ValueError(f"device: expected 'auto', 'host', 'cuda' or 'cuda:N', got {wanted!r}")
+    if wanted == "auto":
+        from gpu_runtime.cuda import open_cuda
+
+        try:
+            backend = open_cuda(config=settings)
+            log.info("device 'auto': %s", backend.name())
+            return backend
+        except BackendUnavailable as error:
+            log.info("device 'auto': the host, because no GPU can be used: %s", error)
+    from gpu_runtime.host import HostBackend
+
+    return HostBackend()

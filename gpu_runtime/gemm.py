@@ -105,6 +105,47 @@ class Gemm:
     def _integer(self, name: str, low: int) -> None:
         object.__setattr__(self, name, checks.integer(f"gemm: {name}", getattr(self, name), low))
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of workspace that the product cannot do without.
+
+        No library epilogue computes the exact GELU or SiLU, and no library product rounds to a 16-bit type other than
+        its operands': such a product goes to memory in float32 and is rounded after its epilogue. A float32 C serves by
+        itself; for a 16-bit one the workspace holds ``[batch, m, n]`` float32.
+        """
+        indirect = self.activation in ("gelu", "silu") or self.out_dtype != self.dtype
+        return self.batch * self.m * self.n * dtypes.itemsize("f32") if indirect and self.out_dtype != "f32" else 0
+
+
+WORKSPACE_ALIGNMENT: Final = 256
+"""Alignment of a product's workspace in bytes: what cuBLAS asks for, and every allocation has."""
+
+
+def check_workspace(problem: Gemm, workspace: int, nbytes: int) -> None:
+    """Refuse a workspace that a product cannot use. Every backend calls it before it enqueues the product.
+
+    Parameters
+    ----------
+    problem : Gemm
+    workspace : int
+        Its address; NULL with ``nbytes`` 0.
+    nbytes : int
+
+    Raises
+    ------
+    ValueError
+        When it is smaller than `Gemm.scratch_bytes`, or not aligned to `WORKSPACE_ALIGNMENT`.
+    """
+    if nbytes < problem.scratch_bytes:
+        raise ValueError(
+            f"gemm: workspace_bytes: expected at least {problem.scratch_bytes} for {problem.activation} "
+            f"to {problem.out_dtype} of [{problem.m}, {problem.n}], got {nbytes}"
+        )
+    if nbytes and workspace % WORKSPACE_ALIGNMENT:
+        raise ValueError(
+            f"gemm: workspace: expected an address aligned to {WORKSPACE_ALIGNMENT} bytes, got {workspace:#x}"
+        )
+
 
 def relu(x: Array) -> None:
     """``max(x, 0)``, in place. NaN stays NaN."""

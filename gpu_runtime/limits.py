@@ -19,6 +19,8 @@ class Limits:
         Largest grid in x, y and z.
     max_shared_bytes : int
         Largest dynamic shared memory of one block, with the opt-in that sizes above 48 KiB need.
+    gemm_workspace_bytes : int
+        Workspace with which products run best; 0 when they have no use for one.
     """
 
     compute_capability: tuple[int, int]
@@ -27,6 +29,7 @@ class Limits:
     warp_size: int = 32
     max_threads_per_block: int = 1024
     max_grid: tuple[int, int, int] = ((1 << 31) - 1, 65535, 65535)
+    gemm_workspace_bytes: int = 0
 
 
 MINIMUM = Limits(compute_capability=(8, 0), sm_count=108, max_shared_bytes=99 * 1024)

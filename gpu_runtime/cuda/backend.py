@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""CudaBackend: kernels compiled by NVRTC and launched through CuPy's driver interface, products by cuBLASLt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from cupy.cuda import driver
+
+from gpu_runtime import checks, dtypes
+from gpu_runtime.backend import NULL
+from gpu_runtime.cuda.blas import Blas, Prepared
+from gpu_runtime.cuda.device import check_device, limits_of, name_of, native_arch
+from gpu_runtime.cuda.driver import CUDA_ERRORS, failure
+from gpu_runtime.cuda.kernels import CudaKernel, Kernels, check_resident, launch_with_attributes, pack
+from gpu_runtime.cuda.memory_calls import MemoryCalls
+from gpu_runtime.errors import DeviceError
+from gpu_runtime.faults import Fault
+from gpu_runtime.gemm import Gemm, check_workspace
+from gpu_runtime.handles import KernelHandle, LaunchRecord
+from gpu_runtime.launch import Dim3
+from gpu_runtime.limits import Limits
+from gpu_runtime.op import REGISTRY, OpRegistry
+from gpu_runtime.overlap import extent, share_memory
+from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.streams import StreamLike
+
+log = logging.getLogger(__name__)
+
+_current_context: Final = driver.ctxGetCurrent
+
+_MOST_KEPT: Final = 2048
+"""Prepared products. A model repeats the same few; past this many, all are forgotten, which bounds the memory."""
+
+
+class CudaBackend(MemoryCalls):
+    """One NVIDIA GPU of compute capability 8.0 or later.
+
+    Every call works on any thread, makes the device's primary context current while it lasts and leaves CuPy's current
+    device, stream and allocator as it found them. Copies, memsets and products are checked against the ledger: a span
+    that starts in a block of this backend must end in it, and any other address is the caller's own memory. Addresses
+    inside launches are only checked for NULL, alignment and overlap.
+
+    Parameters
+    ----------
+    device : int
+        Number of the device, as CUDA counts them.
+    ops : OpRegistry or None
+        The kernels that can be launched; None takes the process-wide registry.
+    arch : str or None
+        What kernels are compiled for: None takes machine code for the device; ``"compute_80"`` and the like take PTX
+        that the driver compiles.
+    pool : bool
+        Whether memory comes from CuPy's current allocator. Memory checkers need False: each block is then a
+        ``cudaMalloc`` of its own.
+    redzones : bool
+        Whether a pattern around each block lets `scan_redzones` find overruns.
+    memory_limit : int or None
+        Most bytes that may be live at once; None takes the device's memory.
+    faults : sequence of Fault
+        Failures to inject.
+    cache : Path or None
+        Folder for compiled kernels; None keeps none.
+
+    Raises
+    ------
+    BackendUnavailable
+        When there is no such device, or it is too old.
+    """
+
+    def __init__(
+        self,
+        device: int = 0,
+        *,
+        ops: OpRegistry | None = None,
+        arch: str | None = None,
+        pool: bool = True,
+        redzones: bool = True,
+        memory_limit: int | None = None,
+        faults: Sequence[Fault] = (),
+        cache: Path | None = None,
+    ) -> None:
+        number = checks.integer("device", device, low=0)
+        check_device(number)
+        super().__init__(number, pool=pool, redzones=redzones, memory_limit=memory_limit, faults=faults)
+        self._limits = limits_of(number)
+        self._name = name_of(number)
+        target = arch or native_arch(self._limits.compute_capability)
+        self._kernels = Kernels(self._context, REGISTRY if ops is None else ops, target, cache)
+        self._blas = Blas(self._context, target, cache)
+        self._products: dict[Any, tuple[tuple[type, ...], Gemm, Prepared]] = {}
+        self._debug_sync = False
+        self._own = self._streams.own
+        self._context_handle = self._context.handle
+        self._unwatched = object()
+        self._pass: object | None = None
+        self._traces.on_change = self._look_for_watchers
+        self._look_for_watchers()
+
+    # launches
+
+    def has_module(self, module: str) -> bool:
+        self._check_open()
+        return module in self._kernels
+
+    def kernel(self, module: str, name: str) -> KernelHandle:
+        self._check_open()
+        return self._kernels.find(module, name)
+
+    def launch(
+        self,
+        handle: KernelHandle,
+        grid: Dim3,
+        block: Dim3,
+        shared_mem: int,
+        stream: StreamLike,
+        args: Sequence[Any],
+        *,
+        cooperative: bool = False,
+        programmatic: bool = False,
+    ) -> None:
+        # The usual launch, short because a decode step makes dozens: a stream of ours, and arguments that were checked
+        # when they first came. `_pass` is not what it was then while somebody watches, and for good after `close`.
+        try:
+            on = self._own[stream]  # type: ignore[index]  # a stream that is an object is not in it
+            packed = handle.launches[(grid, block, shared_mem, *args)]  # type: ignore[attr-defined]
+        except (KeyError, TypeError, AttributeError):
+            packed = None
+        if (
+            packed is not None
+            and packed.issued is self._pass
+            and packed.types == (*map(type, args),)
+            and ((grid is packed.grid and block is packed.block) or packed.fits(grid, block))
+            and type(stream) is int
+            and not (cooperative or programmatic)
+            and _current_context() == self._context_handle
+        ):
+            try:
+                packed.enqueue(on, packed.params, 0)
+            except CUDA_ERRORS as error:
+                raise failure(f"launch {handle.name}", (grid, block, shared_mem), error) from None
+            return
+        self._launch_checked(handle, grid, block, shared_mem, stream, args, cooperative, programmatic)
+
+    def _launch_checked(
+        self,
+        handle: KernelHandle,
+        grid: Dim3,
+        block: Dim3,
+        shared: int,
+        stream: StreamLike,
+        args: Sequence[Any],
+        cooperative: bool,
+        programmatic: bool,
+    ) -> None:
+        """Launch with everything that the usual path has no time for."""
+        on = self._stream(stream)
+        kernel = handle if isinstance(handle, CudaKernel) and handle.owner is self._kernels else self._known(handle)
+        packed = pack(self._context, self._limits, kernel, grid, block, shared, args, self._unwatched)
+        kernel.keep((grid, block, shared, *args), packed)
+        self._ask_faults("launch", kernel.name)
+        if self._traces.active:
+            blocks, threads = packed.geometry[:3], packed.geometry[3:6]
+            self._traces.add(LaunchRecord("kernel", kernel.name, blocks, threads, stream=on))
+        if cooperative:
+            check_resident(self._context, self._limits, kernel, packed)
+        if cooperative or (programmatic and self._limits.compute_capability >= (9, 0)):
+            launch_with_attributes(
+                self._context, kernel, packed, on, cooperative=cooperative, programmatic=programmatic
+            )
+        else:
+            try:
+                self._context.call(packed.enqueue, on, packed.params, 0)
+            except DeviceError as error:
+                raise DeviceError(f"launch {kernel.name}: {error}") from None
+        self._streams.note(on, stream)
+        if self._debug_sync and not self._streams.is_capturing(on):
+            try:
+                self.synchronize(stream)
+            except DeviceError as error:
+                raise DeviceError(f"kernel {kernel.name} failed: {error}") from None
+
+    def _known(self, handle: KernelHandle) -> CudaKernel:
+        """Return this backend's entry point for a handle that another backend made."""
+        if not isinstance(handle, KernelHandle):
+            raise TypeError(f"handle: expected what kernel() returned, got {handle!r}")
+        return self._kernels.find(handle.module, handle.name)
+
+    @property
+    def debug_sync_kernels(self) -> bool:
+        self._check_open()
+        return self._debug_sync
+
+    @debug_sync_kernels.setter
+    def debug_sync_kernels(self, on: bool) -> None:
+        self._check_open()
+        self._debug_sync = bool(on)
+        self._look_for_watchers()
+
+    def _look_for_watchers(self) -> None:
+        """Let launches take the short way when nobody wants to hear of them."""
+        watched = self._debug_sync or self._faults or self._traces.active or self._lifetime.refusal
+        self._pass = None if watched else self._unwatched
+
+    # products
+
+    def gemm(
+        self,
+        a: int,
+        w: int,
+        c: int,
+        m: int,
+        n: int,
+        k: int,
+        *,
+        dtype: str,
+        out_dtype: str | None = None,
+        alpha: float = 1.0,
+        bias: int = NULL,
+        activation: str = "none",
+        accumulate: bool = False,
+        lda: int | None = None,
+        ldw: int | None = None,
+        ldc: int | None = None,
+        workspace: int = NULL,
+        workspace_bytes: int = 0,
+        algorithm: int | None = None,
+        stream: StreamLike = 0,
+    ) -> None:
+        options = (m, n, k, dtype, out_dtype, lda, ldw, ldc, alpha, activation, accumulate)
+        self._multiply(options, (a, w, c, bias), workspace, workspace_bytes, algorithm, stream)
+
+    def gemm_strided_batched(
+        self,
+        a: int,
+        w: int,
+        c: int,
+        m: int,
+        n: int,
+        k: int,
+        batch: int,
+        *,
+        stride_a: int,
+        stride_w: int,
+        stride_c: int,
+        dtype: str,
+        out_dtype: str | None = None,
+        alpha: float = 1.0,
+        accumulate: bool = False,
+        lda: int | None = None,
+        ldw: int | None = None,
+        ldc: int | None = None,
+        workspace: int = NULL,
+        workspace_bytes: int = 0,
+        algorithm: int | None = None,
+        stream: StreamLike = 0,
+    ) -> None:
+        strides = (batch, stride_a, stride_w, stride_c)
+        options = (m, n, k, dtype, out_dtype, lda, ldw, ldc, alpha, "none", accumulate, *strides)
+        self._multiply(options, (a, w, c, NULL), workspace, workspace_bytes, algorithm, stream)
+
+    def _multiply(
+        self,
+        options: tuple[Any, ...],
+        operands: tuple[int, int, int, int],
+        workspace: int,
+        workspace_bytes: int,
+        algorithm: int | None,
+        stream: StreamLike,
+    ) -> None:
+        """Enqueue the product that `Gemm.of` makes of ``options``."""
+        on = self._stream(stream)
+        key = (*options, *operands, workspace, workspace_bytes, algorithm)
+        types = tuple(map(type, key))
+        found = self._products.get(key)
+        if found is None or found[0] != types:
+            problem = Gemm.of(*options)
+            prepared = self._prepare_product(problem, operands, workspace, workspace_bytes, algorithm)
+            if len(self._products) >= _MOST_KEPT:
+                self._products.clear()
+            found = self._products[key] = types, problem, prepared
+        _, problem, prepared = found
+        if self._faults:
+            self._ask_faults("gemm", "")
+        if self._traces.active:
+            self._traces.add(LaunchRecord("gemm", f"{problem.m}x{problem.n}x{problem.k}", stream=on))
+        self._blas.enqueue(prepared, on)
+        self._streams.note(on, stream)
+
+    def _prepare_product(
+        self, p: Gemm, operands: tuple[int, int, int, int], workspace: int, nbytes: int, algorithm: int | None
+    ) -> Prepared:
+        a, w, c, bias = operands
+        spread = (
+            ("a", a, p.dtype, (p.batch, p.m, p.k), (p.stride_a, p.lda, 1)),
+            ("w", w, p.dtype, (p.batch, p.n, p.k), (p.stride_w, p.ldw, 1)),
+            ("c", c, p.out_dtype, (p.batch, p.m, p.n), (p.stride_c, p.ldc, 1)),
+            ("bias", bias, p.dtype, (p.n,), (1,)),
+        )
+        extents = {}
+        for name, at, dtype, shape, strides in spread:
+            address, size = checks.address(f"gemm: {name}", at), dtypes.itemsize(dtype)
+            if address % size:
+                raise ValueError(f"gemm: {name}: expected an address aligned to {size} bytes, got {address:#x}")
+            if name == "bias" and not address:
+                continue
+            reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + 1
+            self._memory.check_span(f"gemm: {name}", address, reach * size)
+            extents[name] = extent(address, shape, dtype, strides)
+        for name in extents.keys() - {"c"}:
+            if share_memory(extents["c"], extents[name]):
+                raise ValueError(f"gemm: c: expected memory apart from {name}, got {int(c):#x}")
+        start, size, _ = self._span("gemm: workspace", workspace, nbytes)
+        check_workspace(p, start, size)
+        place = None if algorithm is None else checks.integer("gemm: algorithm", algorithm, low=0)
+        return self._blas.prepare(p, (int(a), int(w), int(c), int(bias)), start, size, place)
+
+    # device
+
+    def bind_to_thread(self) -> None:
+        self._check_open()
+        self._context.use()
+
+    def sm_count(self) -> int:
+        self._check_open()
+        return self._limits.sm_count
+
+    def limits(self) -> Limits:
+        self._check_open()
+        return self._limits
+
+    def kind(self) -> Literal["host", "cuda"]:
+        self._check_open()
+        return "cuda"
+
+    def name(self) -> str:
+        self._check_open()
+        return self._name
+
+    def close(self) -> None:
+        with self._lock:
+            if self._lifetime.refusal:
+                return
+            try:
+                self._streams.finish()
+            finally:
+                self._lifetime.close()
+            for entry in (*self._memory.sweep(self._streams.marks), *self._memory.pinned):
+                log.warning("close: never freed: %s", entry)
+            for memory in tuple(self._pinned.values()):
+                self._memory.free_pinned(DevicePtr(memory.address), self._streams.marks)
+            self._pinned.clear()
+            self._products.clear()
+            self._memory.reclaim(wait=True)
+            self._blas.close()
+            self._kernels.close()
+            self._close_streams()

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Kernel modules on the device, and launches whose arguments have been checked and packed."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from cuda.bindings import driver as bindings
+from cupy.cuda import driver
+
+from gpu_runtime import dtypes, kernel_source
+from gpu_runtime.cuda import nvrtc
+from gpu_runtime.cuda.driver import Context, attempt_binding
+from gpu_runtime.errors import UnknownKernel
+from gpu_runtime.handles import KernelHandle
+from gpu_runtime.launch import Dim3, check_arguments, check_geometry
+from gpu_runtime.limits import Limits
+from gpu_runtime.op import Op, OpRegistry, OpSpec
+from gpu_runtime.overlap import argument_extent, refuse_overlap
+
+_MOST_KEPT: Final = 2048
+"""Packed launches of one entry point. Past this many, all are forgotten, which bounds the memory."""
+
+_STATIC_SHARED: Final = 48 * 1024  # a block may have this much without asking; more needs an attribute of the function
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One checked launch.
+
+    Attributes
+    ----------
+    geometry : tuple of int
+        Grid x, y, z, block x, y, z and shared bytes, as ``cuLaunchKernel`` takes them.
+    enqueue : callable
+        ``cuLaunchKernel`` with the function and the geometry filled in; it takes the stream, ``params`` and 0.
+    params : int
+        Address of the array of pointers to the arguments.
+    memory : object
+        What that address points into.
+    types : tuple of type
+        Types of the arguments, because 1, True and 1.0 are equal but not equally valid.
+    grid, block : int or tuple
+        As the caller gave them.
+    issued : object
+        The pass of the backend that checked it.
+    """
+
+    geometry: tuple[int, int, int, int, int, int, int]
+    enqueue: Callable[[int, int, int], None]
+    params: int
+    memory: Any
+    types: tuple[type, ...]
+    grid: Dim3
+    block: Dim3
+    issued: object
+
+    def fits(self, grid: Dim3, block: Dim3) -> bool:
+        """Return whether a grid and a block that are equal to this launch's are also of its types."""
+        return (grid is self.grid or _axis_types(grid) == _axis_types(self.grid)) and (
+            block is self.block or _axis_types(block) == _axis_types(self.block)
+        )
+
+
+def _axis_types(axes: Dim3) -> tuple[type, ...]:
+    return tuple(map(type, axes)) if isinstance(axes, tuple) else (type(axes),)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaKernel(KernelHandle):
+    """An entry point on the device, with its op, its function and the launches that were packed for it."""
+
+    op: Op
+    dtype: str
+    function: int
+    owner: Any
+    launches: dict[Any, Packed] = field(default_factory=dict)
+
+    def keep(self, key: tuple[Any, ...], packed: Packed) -> None:
+        """Keep a launch for the next one with the same arguments."""
+        if len(self.launches) >= _MOST_KEPT:
+            self.launches.clear()
+        with suppress(TypeError):  # an argument that cannot be hashed is packed each time
+            self.launches[key] = packed
+
+
+class Kernels:
+    """Compiles, loads and finds entry points. One module an op, loaded when an entry of it is first asked for.
+
+    Parameters
+    ----------
+    context : Context
+    ops : OpRegistry
+    arch : str
+        What sources are compiled for, as `gpu_runtime.cuda.nvrtc.compile_source` takes it.
+    cache : Path or None
+        Folder for compiled modules; None keeps none.
+    """
+
+    def __init__(self, context: Context, ops: OpRegistry, arch: str, cache: Path | None) -> None:
+        self._context = context
+        self._ops = ops
+        self._arch = arch
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._modules: dict[Op, int] = {}
+        self._found: dict[tuple[str, str], CudaKernel] = {}
+
+    def __contains__(self, module: str) -> bool:
+        return module in self._ops
+
+    def find(self, module: str, name: str) -> CudaKernel:
+        """Return an entry point.
+
+        Raises
+        ------
+        UnknownKernel
+            When there is no such module or entry, or the op has no source.
+        ValueError
+            When the source's parameters are not what the op's spec says.
+        CompileError
+            When the source does not compile.
+        """
+        op, dtype = self._ops.find(module, name)
+        found = self._found.get((module, name))
+        if found is not None and found.op is op:  # another op may have been registered under the name since
+            return found
+        with self._lock:
+            loaded = self._modules.get(op)
+            if loaded is None:
+                loaded = self._modules[op] = self._load(op)
+        function = int(self._context.call(driver.moduleGetFunction, loaded, name))
+        found = self._found[module, name] = CudaKernel(module, name, op, dtype, function, self)
+        return found
+
+    def _load(self, op: Op) -> int:
+        if op.source is None:
+            raise UnknownKernel(f"kernel: op {op.spec.name!r} has no CUDA source")
+        text = kernel_source.inlined(op.source, op.include)
+        kernel_source.check_spec(op.spec, text)
+        image = nvrtc.compile_source(text, op.source.name, self._arch, cache=self._cache)
+        return int(self._context.call(driver.moduleLoadData, image))
+
+    def close(self) -> None:
+        """Unload every module."""
+        self._found.clear()
+        while self._modules:
+            self._context.call(driver.moduleUnload, self._modules.popitem()[1])
+
+
+def pack(
+    context: Context,
+    limits: Limits,
+    kernel: CudaKernel,
+    grid: Dim3,
+    block: Dim3,
+    shared: int,
+    args: Sequence[Any],
+    issued: object,
+) -> Packed:
+    """Check a launch and pack its arguments to the C types of the op's spec. Raises ValueError and TypeError."""
+    blocks, threads = check_geometry(grid, block, shared, limits)
+    spec = kernel.op.spec
+    values = check_arguments(spec, kernel.dtype, args)
+    dims = spec.dims(values)
+    pointers = [(arg, at) for arg, at in zip(spec.args, values, strict=True) if arg.is_pointer and at]
+    refuse_overlap(spec, values, {arg.name: argument_extent(arg, kernel.dtype, at, dims) for arg, at in pointers})
+    if shared > _STATIC_SHARED:
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        if context.call(driver.funcGetAttribute, attribute, kernel.function) < shared:
+            context.call(driver.funcSetAttribute, kernel.function, attribute, shared)
+    cells = [_ctype(spec, place)(value) for place, value in enumerate(values)]
+    params = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
+    geometry = (*blocks, *threads, shared)
+    enqueue = partial(driver.launchKernel, kernel.function, *geometry)
+    return Packed(
+        geometry, enqueue, ctypes.addressof(params), (cells, params), tuple(map(type, args)), grid, block, issued
+    )
+
+
+def _ctype(spec: OpSpec, place: int) -> Any:
+    arg = spec.args[place]
+    return ctypes.c_uint64 if arg.is_pointer else dtypes.CTYPES[arg.dtype]
+
+
+def check_resident(context: Context, limits: Limits, kernel: CudaKernel, packed: Packed) -> None:
+    """Raise ValueError when the blocks of a cooperative launch cannot all be resident at once."""
+    blocks, threads, shared = packed.geometry[:3], packed.geometry[3:6], packed.geometry[6]
+    asked, size = blocks[0] * blocks[1] * blocks[2], threads[0] * threads[1] * threads[2]
+    each = context.call(driver.occupancyMaxActiveBlocksPerMultiprocessor, kernel.function, size, shared)
+    if asked > each * limits.sm_count:
+        raise ValueError(
+            f"{kernel.name}: cooperative: expected at most {each * limits.sm_count} blocks of {size} threads, "
+            f"which is what {limits.sm_count} multiprocessors hold at once, got {asked}"
+        )
+
+
+def launch_with_attributes(
+    context: Context, kernel: CudaKernel, packed: Packed, stream: int, *, cooperative: bool, programmatic: bool
+) -> None:
+    """Launch with what ``cuLaunchKernel`` cannot express: starting before the kernel ahead has ended."""
+    config = bindings.CUlaunchConfig()
+    grid_block_shared = packed.geometry
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid_block_shared[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = grid_block_shared[3:6]
+    config.sharedMemBytes = grid_block_shared[6]
+    config.hStream = bindings.CUstream(stream)
+    attributes = []
+    if programmatic:
+        attribute = bindings.CUlaunchAttribute()
+        attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if cooperative:
+        attribute = bindings.CUlaunchAttribute()
+        attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        attributes.append(attribute)
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    with context.current():
+        attempt_binding(bindings.cuLaunchKernelEx, config, bindings.CUfunction(kernel.function), packed.params, 0)

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Device memory of the CUDA backend: CuPy's allocator, a ledger, redzones, and frees that wait for every stream.
+
+A block that is freed while a stream may still use it is kept until that stream has passed the free. Blocks come from
+the arena of one stream of this backend, so CuPy's pool hands out no memory that other work is still using.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+from cupy.cuda.memory import Memory, MemoryPointer
+from cupy.cuda.pinned_memory import PinnedMemory, PinnedMemoryPointer
+
+from gpu_runtime.cuda.driver import CUDA_ERRORS, Context, failure
+from gpu_runtime.cuda.events import Mark
+from gpu_runtime.errors import DeviceError, InvalidPointer, OutOfMemory
+from gpu_runtime.faults import Fault
+from gpu_runtime.ledger import Allocation, Ledger
+from gpu_runtime.machine import machine_bytes
+from gpu_runtime.oom import out_of_memory
+from gpu_runtime.pointer import DevicePtr
+
+ALIGNMENT: Final = 256
+REDZONE_BYTES: Final = 256
+_REDZONE_VALUE: Final = 0xFB
+_OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(slots=True)
+class _Retired:
+    """A block that was freed, what holds its memory, and the marks that streams must pass before it is let go."""
+
+    entry: Allocation
+    owner: Any
+    marks: list[Mark]
+
+
+class CudaMemory:
+    """Blocks of one device.
+
+    Parameters
+    ----------
+    context : Context
+    stream : cupy.cuda.Stream
+        CuPy's allocator is asked with this stream current.
+    pool : bool
+        Whether blocks come from CuPy's current allocator; otherwise each is a ``cudaMalloc`` of exactly its size, as
+        memory checkers need it.
+    redzones : bool
+        Whether a pattern surrounds every block.
+    limit : int or None
+        Most bytes that may be live; None takes the device's memory.
+    faults : sequence of Fault
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        stream: Any,
+        *,
+        pool: bool,
+        redzones: bool,
+        limit: int | None,
+        faults: Sequence[Fault],
+    ) -> None:
+        self._context = context
+        self._stream = stream
+        self._pool = pool
+        self._margin = REDZONE_BYTES if redzones else 0
+        self._limit = limit
+        self._faults = faults
+        self._lock = threading.RLock()
+        self._owners: dict[int, Any] = {}
+        self._retired: list[_Retired] = []
+        self.ledger = Ledger()
+        self.pinned = Ledger()
+
+    @property
+    def total(self) -> int:
+        """Bytes that the device has, or the limit."""
+        return int(self._context.call(runtime.memGetInfo)[1]) if self._limit is None else self._limit
+
+    def free_bytes(self) -> int:
+        """Return the bytes that can still be allocated: free on the device, or kept for reuse by CuPy's pool."""
+        with self._context.current():
+            free = int(runtime.memGetInfo()[0])
+            if self._pool and cupy.cuda.get_allocator() == cupy.get_default_memory_pool().malloc:
+                free += int(cupy.get_default_memory_pool().free_bytes())
+        if self._limit is not None:
+            free = min(free, self._limit - self.ledger.live_bytes)
+        return max(free, 0)
+
+    def alloc(self, nbytes: int, tag: str, *, managed: bool = False) -> DevicePtr:
+        """Return the address of a new block, aligned to `ALIGNMENT`. Its content is unspecified."""
+        with self._lock:
+            self._check_faults(nbytes, tag)
+            if self._limit is not None and self.ledger.live_bytes + nbytes > self._limit:
+                raise out_of_memory(self.ledger, nbytes, tag, self._limit)
+            self.reclaim()
+            owner = self._take(nbytes, managed)
+            if owner is None:
+                self.reclaim(wait=True)
+                owner = self._take(nbytes, managed)
+            if owner is None:
+                raise out_of_memory(self.ledger, nbytes, tag, self.total, f"{self.free_bytes():,} bytes are free")
+            ptr = DevicePtr(owner.ptr + self._margin)
+            if ptr % ALIGNMENT:
+                raise DeviceError(f"alloc: expected memory aligned to {ALIGNMENT} from CuPy's allocator, got {ptr}")
+            self._fill_redzones(ptr, nbytes)
+            self._owners[int(ptr)] = owner
+            self.ledger.add(ptr, nbytes, tag)
+            return ptr
+
+    def _check_faults(self, nbytes: int, tag: str) -> None:
+        for fault in self._faults:
+            try:
+                fault.allocate(nbytes, tag, self.ledger.live_bytes)
+            except OutOfMemory as error:
+                raise out_of_memory(self.ledger, nbytes, tag, error.limit, str(error)) from None
+
+    def _take(self, nbytes: int, managed: bool) -> Any:
+        """Return what owns ``nbytes`` and the margins, or None when they do not fit."""
+        size = nbytes + 2 * self._margin
+        if size >= 1 << 63:
+            return None
+        try:
+            with self._context.current(), self._stream:
+                if managed:
+                    return cupy.cuda.malloc_managed(size)
+                return cupy.cuda.alloc(size) if self._pool else MemoryPointer(Memory(size), 0)
+        except MemoryError:
+            return None
+        except CUDA_ERRORS as error:
+            if getattr(error, "status", None) == _OUT_OF_MEMORY:
+                return None
+            raise failure("alloc", (nbytes,), error) from None
+
+    def free(self, ptr: DevicePtr, marks: Callable[[], list[Mark]]) -> None:
+        """Give up the block that starts at ``ptr`` once the streams have passed the marks.
+
+        Raises
+        ------
+        InvalidPointer
+            When no live block starts there.
+        """
+        with self._lock:
+            entry = self.ledger.remove(ptr)
+            self._retired.append(_Retired(entry, self._owners.pop(int(ptr)), marks()))
+            self.reclaim()
+
+    def sweep(self, marks: Callable[[], list[Mark]]) -> list[Allocation]:
+        """Free every live block and return what they were."""
+        with self._lock:
+            entries = list(self.ledger)
+            for entry in entries:
+                self.free(entry.ptr, marks)
+        return entries
+
+    def reclaim(self, *, wait: bool = False) -> None:
+        """Let go of the freed blocks that every stream has passed, or of all of them after waiting."""
+        with self._lock:
+            kept = []
+            for block in self._retired:
+                if wait:
+                    for mark in block.marks:
+                        mark.wait()
+                elif not all(mark.passed() for mark in block.marks):
+                    kept.append(block)
+                    continue
+                with self._context.current():
+                    block.owner = None  # CuPy frees it in the context that is current
+            self._retired = kept
+
+    def alloc_pinned(self, nbytes: int) -> tuple[DevicePtr, Bytes]:
+        """Return the address and the bytes, all zero, of new page-locked memory.
+
+        Raises
+        ------
+        OutOfMemory
+            When the host cannot lock as much.
+        """
+        owner = self._take_pinned(nbytes)
+        if owner is None:
+            raise out_of_memory(
+                self.pinned, nbytes, "pinned host memory", machine_bytes(), "the host could not lock them"
+            )
+        array: Bytes = np.frombuffer(owner, dtype=np.uint8, count=nbytes)  # keeps the memory while anybody has it
+        array.fill(0)
+        with self._lock:
+            ptr = DevicePtr(owner.ptr)
+            self._owners[int(ptr)] = owner
+            self.pinned.add(ptr, nbytes, "pinned host memory")
+        return ptr, array
+
+    def _take_pinned(self, nbytes: int) -> Any:
+        """Return what owns ``nbytes`` of page-locked memory, or None when the host cannot lock as much."""
+        if nbytes >= 1 << 63:
+            return None
+        try:
+            with self._context.current():
+                flags = runtime.hostAllocPortable | runtime.hostAllocMapped
+                return PinnedMemoryPointer(PinnedMemory(nbytes, flags), 0)
+        except (MemoryError, *CUDA_ERRORS):
+            return None
+
+    def free_pinned(self, ptr: DevicePtr, marks: Callable[[], list[Mark]]) -> None:
+        """Give up page-locked memory once the streams have passed the marks."""
+        with self._lock:
+            entry = self.pinned.remove(ptr)
+            self._retired.append(_Retired(entry, self._owners.pop(int(ptr)), marks()))
+            self.reclaim()
+
+    def holder(self, address: int) -> Allocation | None:
+        """Return the live block, or the page-locked memory, that contains ``address``; None for foreign memory.
+
+        Raises
+        ------
+        InvalidPointer
+            When the block was freed, and waits for a stream.
+        """
+        with self._lock:
+            entry = self.ledger.find(address) or self.pinned.find(address)
+            if entry is None:
+                for block in self._retired:
+                    if block.entry.ptr <= address < block.entry.ptr + block.entry.nbytes:
+                        raise InvalidPointer(f"{address:#x} lies in a block that was freed: {block.entry}")
+        return entry
+
+    def check_span(self, what: str, address: int, nbytes: int) -> str:
+        """Return the tag of the block that contains a span, "" for foreign memory.
+
+        Raises
+        ------
+        InvalidPointer
+            When the span starts in a block of this backend and ends outside it, or starts at NULL.
+        """
+        try:
+            entry = self.holder(address)
+        except InvalidPointer as error:
+            raise InvalidPointer(f"{what}: {error}") from None
+        if entry is None:
+            if not address:
+                raise InvalidPointer(f"{what}: expected a device address, got NULL")
+            return ""
+        past = address + nbytes - int(entry.ptr) - entry.nbytes
+        if past > 0:
+            raise InvalidPointer(f"{what}: span of {nbytes:,} bytes at {address:#x} ends {past:,} bytes past {entry}")
+        return entry.tag
+
+    # redzones
+
+    def _margins(self, ptr: int, nbytes: int) -> Iterable[int]:
+        return (ptr - self._margin, ptr + nbytes) if self._margin else ()
+
+    def _fill_redzones(self, ptr: int, nbytes: int) -> None:
+        for start in self._margins(ptr, nbytes):
+            self._context.call(runtime.memsetAsync, start, _REDZONE_VALUE, self._margin, self._stream.ptr)
+        # Memory of a stream-ordered allocator is only valid on other streams once this one has got here.
+        self._context.call(runtime.streamSynchronize, self._stream.ptr)
+
+    def poison_redzones(self) -> None:
+        """Write the redzone pattern around every live block again."""
+        with self._lock:
+            for entry in self.ledger:
+                self._fill_redzones(int(entry.ptr), entry.nbytes)
+
+    def scan_redzones(self) -> list[Allocation]:
+        """Return the live blocks whose redzones no longer hold the pattern.
+
+        Raises
+        ------
+        DeviceError
+            When the backend keeps no redzones.
+        """
+        if not self._margin:
+            raise DeviceError("scan_redzones: this backend was opened with redzones=False")
+        with self._lock:
+            return [entry for entry in self.ledger if not self._intact(entry)]
+
+    def _intact(self, entry: Allocation) -> bool:
+        found = np.empty(self._margin, dtype=np.uint8)
+        for start in self._margins(int(entry.ptr), entry.nbytes):
+            where = (found.ctypes.data, start, found.nbytes, runtime.memcpyDefault, self._stream.ptr)
+            self._context.call(runtime.memcpyAsync, *where)
+            self._context.call(runtime.streamSynchronize, self._stream.ptr)
+            if np.any(found != _REDZONE_VALUE):
+                return False
+        return True

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The CUDA backend's calls on memory and its copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from cupy.cuda import runtime
+
+from gpu_runtime import checks
+from gpu_runtime.buffers import Bytes, as_bytes
+from gpu_runtime.cuda.memory import CudaMemory
+from gpu_runtime.cuda.stream_calls import StreamCalls
+from gpu_runtime.errors import InvalidPointer
+from gpu_runtime.faults import Fault
+from gpu_runtime.handles import LaunchRecord, PinnedMemory
+from gpu_runtime.ledger import Allocation
+from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.streams import StreamLike
+from gpu_runtime.trace import Traces
+
+
+class MemoryCalls(StreamCalls):
+    """Allocation, reports and copies. A copy without a stream is one on the default stream, waited for."""
+
+    def __init__(
+        self, device: int, *, pool: bool, redzones: bool, memory_limit: int | None, faults: Sequence[Fault]
+    ) -> None:
+        super().__init__(device, faults)
+        limit = None if memory_limit is None else checks.integer("memory_limit", memory_limit, low=0)
+        self._memory = CudaMemory(
+            self._context, self._streams.service, pool=pool, redzones=redzones, limit=limit, faults=self._faults
+        )
+        self._pinned: dict[int, PinnedMemory] = {}
+        self._traces = Traces()
+
+    def alloc(self, nbytes: int, *, tag: str = "") -> DevicePtr:
+        self._check_open()
+        return self._memory.alloc(checks.integer("alloc: nbytes", nbytes, low=1), tag)
+
+    def alloc_managed(self, nbytes: int, *, tag: str = "") -> DevicePtr:
+        self._check_open()
+        return self._memory.alloc(checks.integer("alloc: nbytes", nbytes, low=1), tag, managed=True)
+
+    def free(self, ptr: int) -> None:
+        self._check_open()
+        address = checks.address("free: ptr", ptr)
+        if address:
+            self._memory.free(DevicePtr(address), self._streams.marks)
+
+    def total_memory(self) -> int:
+        self._check_open()
+        return self._memory.total
+
+    def free_memory(self) -> int:
+        self._check_open()
+        return self._memory.free_bytes()
+
+    def live_bytes(self) -> int:
+        self._check_open()
+        return self._memory.ledger.live_bytes
+
+    def live_alloc_count(self) -> int:
+        self._check_open()
+        return len(self._memory.ledger)
+
+    def alloc_report(self) -> list[Allocation]:
+        self._check_open()
+        return list(self._memory.ledger)
+
+    def sweep_unreleased(self) -> list[Allocation]:
+        self._check_open()
+        return self._memory.sweep(self._streams.marks)
+
+    def scan_redzones(self) -> list[Allocation]:
+        self._check_open()
+        self._streams.finish()
+        return self._memory.scan_redzones()
+
+    def poison_redzones(self) -> None:
+        self._check_open()
+        self._streams.finish()
+        self._memory.poison_redzones()
+
+    def mark_written(self, ptr: int, nbytes: int) -> None:
+        self._span("mark_written: ptr", ptr, nbytes)  # reads are not checked here
+
+    # copies
+
+    def memset(self, ptr: int, value: int, nbytes: int) -> None:
+        self._streams.refuse_capture(self._stream(0), "memset")
+        self.memset_async(ptr, value, nbytes)
+        self.synchronize()
+
+    def memset_async(self, ptr: int, value: int, nbytes: int, stream: StreamLike = 0) -> None:
+        fill = checks.integer("memset: value", value, 0, 255)
+        start, size, tag = self._span("memset: ptr", ptr, nbytes)
+        on = self._about_to("memset", "memset", size, stream, tag)
+        if size:
+            self._context.call(runtime.memsetAsync, start, fill, size, on)
+            self._streams.note(on, stream)
+
+    def copy_h2d(self, src: Any, dst: int) -> None:
+        self._streams.refuse_capture(self._stream(0), "copy_h2d")
+        self.copy_h2d_async(src, dst)
+        self.synchronize()
+
+    def copy_d2h(self, src: int, dst: Any) -> None:
+        self.copy_d2h_on_stream(src, dst)
+
+    def copy_d2d(self, src: int, dst: int, nbytes: int) -> None:
+        self._streams.refuse_capture(self._stream(0), "copy_d2d")
+        self.copy_d2d_async(src, dst, nbytes)
+        self.synchronize()
+
+    def copy_d2h_on_stream(self, src: int, dst: Any, stream: StreamLike = 0) -> None:
+        self._streams.refuse_capture(self._stream(stream), "copy_d2h")
+        self.copy_d2h_async(src, dst, stream)
+        self.synchronize(stream)
+
+    def copy_h2d_async(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
+        data = as_bytes("src", src, writable=False)
+        start, size, tag = self._span("copy_h2d: dst", dst, data.nbytes)
+        on = self._about_to("copy", "h2d", size, stream, tag)
+        self._copy(start, _address(data), size, on, stream, data)
+
+    def copy_h2d_async_retained(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
+        self.copy_h2d_async(as_bytes("src", src, writable=False).copy(), dst, stream)
+
+    def copy_d2h_async(self, src: int, dst: Any, stream: StreamLike = 0) -> None:
+        data = as_bytes("dst", dst, writable=True)
+        start, size, tag = self._span("copy_d2h: src", src, data.nbytes)
+        on = self._about_to("copy", "d2h", size, stream, tag)
+        self._copy(_address(data), start, size, on, stream, data)
+
+    def copy_d2d_async(self, src: int, dst: int, nbytes: int, stream: StreamLike = 0) -> None:
+        self.copy_d2d_2d_async(src, nbytes, dst, nbytes, nbytes, 1, stream)
+
+    def copy_d2d_2d_async(
+        self, src: int, src_pitch: int, dst: int, dst_pitch: int, width: int, height: int, stream: StreamLike = 0
+    ) -> None:
+        rows, columns = checks.integer("copy_d2d: height", height, 0), checks.integer("copy_d2d: width", width, 0)
+        size = rows * columns
+        pitches = [
+            checks.integer(f"copy_d2d: {name}", pitch, columns)
+            for name, pitch in (("src_pitch", src_pitch), ("dst_pitch", dst_pitch))
+        ]
+        reach = [(rows - 1) * pitch + columns if size else 0 for pitch in pitches]
+        first, src_reach, _ = self._span("copy_d2d: src", src, reach[0])
+        second, dst_reach, tag = self._span("copy_d2d: dst", dst, reach[1])
+        if size and first < second + dst_reach and second < first + src_reach:
+            raise ValueError(f"copy_d2d: expected spans that do not overlap, got {first:#x} and {second:#x}")
+
+        on = self._about_to("copy", "d2d", size, stream, tag)
+        if rows == 1:
+            self._copy(second, first, columns, on, stream)
+        elif size:
+            places = (second, pitches[1], first, pitches[0], columns, rows, runtime.memcpyDefault, on)
+            self._context.call(runtime.memcpy2DAsync, *places)
+            self._streams.note(on, stream)
+
+    def _copy(self, dst: int, src: int, size: int, on: int, stream: StreamLike, keep: Bytes | None = None) -> None:
+        """Enqueue a copy; ``keep`` lives until it is done."""
+        if size:
+            self._context.call(runtime.memcpyAsync, dst, src, size, runtime.memcpyDefault, on)
+            self._streams.note(on, stream, keep)
+
+    def _about_to(self, kind: Any, name: str, nbytes: int, stream: StreamLike, tag: str) -> int:
+        """Return the handle of the stream that a copy or memset goes to, once faults and traces have heard of it."""
+        on = self._stream(stream)
+        if self._faults:
+            self._ask_faults(name if kind == "memset" else f"copy_{name}", tag)
+        if self._traces.active:
+            self._traces.add(LaunchRecord(kind, name, nbytes=nbytes, stream=on))
+        return on
+
+    def _span(self, what: str, ptr: int, nbytes: int) -> tuple[int, int, str]:
+        """Return address, size and the block's tag; refuse a span that reaches out of a block of this backend."""
+        self._check_open()
+        address, size = checks.address(what, ptr), checks.integer(f"{what}: nbytes", nbytes, low=0)
+        return address, size, self._memory.check_span(what, address, size) if size else ""
+
+    # page-locked memory
+
+    def alloc_host_pinned(self, nbytes: int) -> PinnedMemory:
+        self._check_open()
+        size = checks.integer("alloc_host_pinned: nbytes", nbytes, low=1)
+        ptr, array = self._memory.alloc_pinned(size)
+        memory = PinnedMemory(int(ptr), size, array)
+        self._pinned[memory.address] = memory
+        return memory
+
+    def free_host_pinned(self, memory: PinnedMemory) -> None:
+        with self._lock:
+            self._pinned_entry(memory)
+            del self._pinned[memory.address]
+        self._memory.free_pinned(DevicePtr(memory.address), self._streams.marks)
+
+    def host_ptr_to_device(self, memory: PinnedMemory) -> DevicePtr:
+        """Return the address itself: with unified addressing, page-locked memory has the same one on the device."""
+        return DevicePtr(self._pinned_entry(memory).address)
+
+    def _pinned_entry(self, memory: PinnedMemory) -> PinnedMemory:
+        self._check_open()
+        if not isinstance(memory, PinnedMemory):
+            raise TypeError(f"expected what alloc_host_pinned returned, got {memory!r}")
+        if self._pinned.get(memory.address) is not memory:
+            raise InvalidPointer(f"expected live pinned memory of this backend, got {memory.address:#x}")
+        return memory
+
+    def launch_trace(self) -> AbstractContextManager[list[LaunchRecord]]:
+        self._check_open()
+        return self._traces.open()
+
+
+def _address(data: Bytes) -> int:
+    return int(data.__array_interface__["data"][0])
