@@ -4,23 +4,23 @@
 // out[r, h] = sum_p softmax_p(scale * q[r, h] . k[p, h]) v[p, h].
 //
 // Layout     q is [rows, heads * head_dim], rows q_stride elements apart; out is the same, contiguous. Position p of
-//            row r has its keys k_offset + p * kv_stride elements after spans[r] and its values v_offset + p * kv_stride
-//            after it, heads * head_dim of each. head_dim is 1 to 256.
-// Alignment  One element. Keys and values come in loads of 16 bytes when head_dim, kv_stride and the addresses of the
-//            row's first key and value are multiples of 16 bytes, else element by element; the bits are the same.
-// Launch     Grid (rows * heads, 1, 1), the heads of a row next to each other, as they are in memory. Block: a multiple of
-//            32 threads, at most 256. Shared memory: head_dim + 2 floats for each warp, whatever the lengths.
+//            row r has its keys k_offset + p * kv_stride elements after spans[r], and its values v_offset +
+//            p * kv_stride after it, heads * head_dim of each. head_dim is 1 to 256.
+// Alignment  One element. Keys and values come in loads of 16 bytes when head_dim, kv_stride and the addresses of
+//            the row's first key and value are multiples of 16 bytes, else element by element; the bits are the same.
+// Launch     Grid (rows * heads, 1, 1), the heads of a row next to each other, as they are in memory. Block: a
+//            multiple of 32 threads, at most 256. Shared memory: head_dim + 2 floats a warp, whatever the lengths.
 // Aliasing   out overlaps nothing that is read. Rows may share a span.
-// Order      A row's bits depend on its own query, keys, values and length and on the size of the block, not on the other
-//            rows, and not on where it lies.
+// Order      A row's bits depend on its own query, keys, values and length and on the size of the block, not on the
+//            other rows, and not on where it lies.
 // Undefined  A length below 1, or past what the span holds; head_dim above 256.
 //
 // A group of lanes takes one key, each lane a pack of it; the groups of a block take every n-th key, KEYS of them in
 // flight, and keep a running maximum, sum of weights and weighted value (online softmax). These are merged within the
-// warp, then across the warps, in a fixed order. Each key and value is read once, so memory is the limit when rows * heads
-// fill the device. Few rows with long spans do not (one row of 16 heads: 16 blocks). There, keys split over several
-// blocks in pieces of a fixed length, and a second pass that merges the pieces in order, would help; a launch knows no
-// lengths, so that needs their bound as a parameter, and memory for partial results.
+// warp, then across the warps, in a fixed order. Each key and value is read once, so memory is the limit when
+// rows * heads fill the device. Few rows with long spans do not (one row of 16 heads: 16 blocks). There, keys split
+// over several blocks in pieces of a fixed length, and a second pass that merges the pieces in order, would help; a
+// launch knows no lengths, so that needs their bound as a parameter, and memory for partial results.
 
 #include "common/attention.cuh"
 
@@ -180,7 +180,7 @@ __device__ __forceinline__ void attend_by_width(const Head<T>& head, float* part
     } else if (head.head_dim <= 128) {
         attend<T, 128 / VEC, 1, 4, WHOLE>(head, partial);
     } else {
-        attend<T, 32, 8 / VEC, 4, WHOLE>(head, partial);
+        attend<T, 32, 8 / VEC, VEC / 2, WHOLE>(head, partial);  // float takes two packs a lane, so fewer keys at once
     }
 }
 
@@ -204,10 +204,12 @@ __device__ __forceinline__ void decode_attention(const T* q, const unsigned long
     merge_warps(partial, head_dim, out + row * heads * head_dim + within);
 }
 
-#define ENTRY(T, suffix)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(256) decode_attention_##suffix(                                     \
-        const T* q, const unsigned long long* spans, const int* lengths, T* out, int rows, int heads, int head_dim,  \
-        long long q_stride, long long k_offset, long long v_offset, long long kv_stride, float scale) {              \
+// Three blocks of 256 threads on a multiprocessor: told nothing, the compiler saves registers for more of them, and
+// waits for one load before it issues the next.
+#define ENTRY(T, suffix)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(256, 3) decode_attention_##suffix(                                   \
+        const T* q, const unsigned long long* spans, const int* lengths, T* out, int rows, int heads, int head_dim,   \
+        long long q_stride, long long k_offset, long long v_offset, long long kv_stride, float scale) {               \
         decode_attention<T>(q, spans, lengths, out, heads, head_dim, q_stride, k_offset, v_offset, kv_stride, scale); \
     }
 

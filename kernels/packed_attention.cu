@@ -3,10 +3,10 @@
 // Full attention inside each of several sequences packed one after another: sequence s owns rows offsets[s] to
 // offsets[s + 1], and out[i, h] = sum_j softmax_j(scale * q[i, h] . k[j, h]) v[j, h] over its rows j.
 //
-// Layout     q, k and v are [tokens, heads * head_dim], rows `stride` elements apart; out is the same, contiguous. offsets
-//            rise from 0 to tokens. head_dim is 1 to 256.
-// Alignment  One element. The tensor cores serve 16-bit types when head_dim is a multiple of 8, at most 128, and q, k, v,
-//            out and the distance between their rows are multiples of 16 bytes: the same for all sequences of a launch.
+// Layout     q, k and v are [tokens, heads * head_dim], rows `stride` elements apart; out is the same, contiguous.
+//            offsets rise from 0 to tokens. head_dim is 1 to 256.
+// Alignment  One element. The tensor cores serve 16-bit types when head_dim is a multiple of 8, at most 128, and q, k,
+//            v, out and the distance between their rows are multiples of 16 bytes: one path for a whole launch.
 // Launch     Grid (ceil(longest / queries of a block), heads, sequences). Block: a number of warps, at most 4; a warp
 //            takes 8 queries of float, 16 of the 16-bit types. Shared memory: with a pitch of head_dim, rounded up to a
 //            multiple of 8, plus 4 floats: pitch * (64 + 8 * warps) + 256 * warps floats, whatever the lengths.
@@ -163,12 +163,12 @@ __device__ __forceinline__ void attend_tile(const Head<T>& head, int begin, floa
     }
 #pragma unroll
     for (int r = 0; r < QUERIES; ++r) {
-        const float total = warp_reduce<Sum>(running.total[r]);
+        const float share = 1.0f / warp_reduce<Sum>(running.total[r]);
         const int row = begin + warp * QUERIES + r;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             if (row < head.length && c * WARP + lane < head.head_dim) {
-                head.out[row * head.out_stride + dims[c]] = from_float<T>(running.sum[r][c] / total);
+                head.out[row * head.out_stride + dims[c]] = from_float<T>(running.sum[r][c] * share);
             }
         }
     }
@@ -221,8 +221,9 @@ __device__ __forceinline__ void add_values(const Head<T>& head, int first, const
     }
 }
 
-// Turns the products of 16 queries with TILE keys from `first` on into weights, and scales `total` and `sum` down to the
-// new maxima. score[n][0] and [1] are of query g and keys 8n + 2t and the next, [2] and [3] of query g + 8.
+// Turns the products of 16 queries with TILE keys into weights, and scales `total` and `sum` down to the new maxima.
+// `keys_left` of the sequence remain. score[n][0] and [1] are of query g and keys 8n + 2t and the next, [2] and [3] of
+// query g + 8.
 template <int TILE, int DEPTH>
 __device__ __forceinline__ void take_scores(float (&score)[TILE / 8][4], float scale, int keys_left, float (&most)[2],
                                             float (&total)[2], float (&sum)[DEPTH / 8][4]) {
@@ -253,7 +254,7 @@ __device__ __forceinline__ void take_scores(float (&score)[TILE / 8][4], float s
     }
 }
 
-// Divides by the sum of weights, rounds and stores. sum[8b + n][0] is of query g and dim 64b + 16t + n, [1] of dim
+// Divides by the sums of weights, rounds and stores. sum[8b + n][0] is of query g and dim 64b + 16t + n, [1] of dim
 // 64b + 16t + 8 + n, [2] and [3] of the same dims of query g + 8.
 template <typename T, int DEPTH>
 __device__ __forceinline__ void store_rows(const Head<T>& head, int begin, const float (&total)[2],
@@ -261,7 +262,7 @@ __device__ __forceinline__ void store_rows(const Head<T>& head, int begin, const
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float all = warp_reduce<Sum>(total[half], 4);
+        const float share = 1.0f / warp_reduce<Sum>(total[half], 4);
         const int row = begin + g + half * 8;
 #pragma unroll
         for (int i = 0; i < DEPTH / 32; ++i) {
@@ -269,7 +270,7 @@ __device__ __forceinline__ void store_rows(const Head<T>& head, int begin, const
             float values[8];
 #pragma unroll
             for (int n = 0; n < 8; ++n) {
-                values[n] = sum[i / 2 * 8 + n][2 * half + i % 2] / all;
+                values[n] = sum[i / 2 * 8 + n][2 * half + i % 2] * share;
             }
             if (row < head.length && dim < head.head_dim) {
                 store_pack(head.out + row * head.out_stride + dim, PACK<T>, true, values);
@@ -348,11 +349,12 @@ __device__ __forceinline__ void packed_attention(const T* q, const T* k, const T
     }
 }
 
-#define ENTRY(T, suffix)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(128, 4) packed_attention_##suffix(                                    \
-        const T* q, const T* k, const T* v, const int* offsets, T* out, int tokens, int offset_count, int longest,  \
-        int heads, int head_dim, long long stride, float scale) {                                                   \
-        packed_attention<T>(q, k, v, offsets, out, heads, head_dim, stride, scale);                                 \
+// Four blocks on a multiprocessor leave 128 registers: enough for the tensor cores with heads of 64; wider heads spill.
+#define ENTRY(T, suffix)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(128, 4) packed_attention_##suffix(                                \
+        const T* q, const T* k, const T* v, const int* offsets, T* out, int tokens, int offset_count, int longest, \
+        int heads, int head_dim, long long stride, float scale) {                                                  \
+        packed_attention<T>(q, k, v, offsets, out, heads, head_dim, stride, scale);                                \
     }
 
 ENTRY(float, f32)

@@ -18,10 +18,11 @@ __device__ __forceinline__ bool rows_aligned16(const T* rows, long long stride) 
     return aligned16(rows) && stride % PACK<T> == 0;
 }
 
-// A pack as it lies in memory. The address must be a multiple of 16 bytes.
+// A pack as it lies in memory. The address must be a multiple of 16 bytes. A read-only load also says what the compiler
+// cannot see: that an address from a table is of global memory.
 template <typename T>
 __device__ __forceinline__ uint4 load_words(const T* from) {
-    return *reinterpret_cast<const uint4*>(from);
+    return __ldg(reinterpret_cast<const uint4*>(from));
 }
 
 // The same from any address, element by element; past `count` elements it is 0.
@@ -29,7 +30,7 @@ __device__ __forceinline__ uint4 gather_words(const float* from, int count) {
     unsigned words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        words[i] = i < count ? __float_as_uint(from[i]) : 0;
+        words[i] = i < count ? __float_as_uint(__ldg(from + i)) : 0;
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -40,13 +41,13 @@ __device__ __forceinline__ uint4 gather_words(const T* from, int count) {
 #pragma unroll
     for (int i = 0; i < PACK<T>; ++i) {
         if (i < count) {
-            words[i / 2] |= static_cast<unsigned>(from[i].bits) << (i % 2 * 16);
+            words[i / 2] |= static_cast<unsigned>(__ldg(&from[i].bits)) << (i % 2 * 16);
         }
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// sum += a b on the tensor cores: a is 16 x 16, b is 16 x 8, sum is 16 x 8 in float. With g = lane / 4 and t = lane % 4,
+// sum += a b on the tensor cores: a is 16 x 16, b is 16 x 8, sum is 16 x 8 in float. With g = lane / 4, t = lane % 4,
 // a lane holds a[g][2t, 2t+1], a[g+8][2t, 2t+1], a[g][2t+8, 2t+9], a[g+8][2t+8, 2t+9] in a0 to a3, and
 // b[2t, 2t+1][g], b[2t+8, 2t+9][g] in b0 and b1, the first in the low half; and sum[g][2t, 2t+1], sum[g+8][2t, 2t+1].
 // All lanes of the warp take part. The last parameter only names the element type.

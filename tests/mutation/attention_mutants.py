@@ -46,7 +46,6 @@ ATTENTION_MUTANTS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("fmaf(running.total[r], keep, weight)", "running.total[r] + weight"),
         ("            running.sum[r][c] *= keep;\n", ""),
         ("        __syncthreads();  // the tiles are there\n", ""),
-        ("        __syncthreads();  // the next tiles take their place\n", ""),
         ("min(KEYS, head.length - first)", "min(KEYS, head.length - first + 1)"),
         ("queries + warp * QUERIES * pitch;", "queries;"),
         ("fmaf(query.w, key.w, product[r])", "fmaf(query.w, key.z, product[r])"),
