@@ -33,6 +33,18 @@ class InvalidPointer(DeviceError):
     """An address, or a span of bytes, that no live allocation contains."""
 
 
+class UninitializedRead(DeviceError):
+    """A read of bytes that nothing has written since they were allocated. A checking backend raises it."""
+
+
+class UnwrittenOutput(DeviceError):
+    """A kernel that left an element unwritten which its spec says it writes. A checking backend raises it."""
+
+
+class GuardViolation(DeviceError):
+    """Bytes that were written though nobody may write them: beside a block, in a freed block, or beside an output."""
+
+
 class OutOfMemory(DeviceError, MemoryError):
     """An allocation that did not fit. The backend stays usable.
 

@@ -29,6 +29,21 @@ class Allocation:
         label = f" for {self.tag}" if self.tag else ""
         return f"{self.nbytes:,} bytes at {int(self.ptr):#x}{label}, allocated at {self.site}"
 
+    def place(self, address: int) -> str:
+        """Return where ``address`` lies: before, in or past this block, and how far."""
+        offset = address - int(self.ptr)
+        if offset < 0:
+            return f"{counted(-offset)} before {self}"
+        past = offset - self.nbytes
+        if past < 0:
+            return f"byte {offset:,} of {self}"
+        return f"{counted(past)} past the end of {self}" if past else f"the end of {self}"
+
+
+def counted(number: int, noun: str = "byte") -> str:
+    """Return ``"1 byte"`` or ``"2 bytes"``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
 
 def call_site() -> str:
     """Return ``file:line in function`` of the nearest caller outside the device layer."""
@@ -86,6 +101,14 @@ class Ledger:
             return None
         entry = self._by_base[self._bases[index]]
         return entry if address < int(entry.ptr) + max(entry.nbytes, 1) else None
+
+    def nearest(self, address: int) -> Allocation | None:
+        """Return the live block that is nearest to ``address``, if there is any."""
+        index = bisect_right(self._bases, address)
+        around = [self._by_base[base] for base in self._bases[max(index - 1, 0) : index + 1]]
+        return min(
+            around, key=lambda one: max(int(one.ptr) - address, address - int(one.ptr) - one.nbytes), default=None
+        )
 
     def largest(self, count: int) -> list[Allocation]:
         """Return the ``count`` largest live blocks, largest first."""

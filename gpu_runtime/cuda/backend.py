@@ -30,8 +30,6 @@ from gpu_runtime.streams import StreamLike
 
 log = logging.getLogger(__name__)
 
-_current_context: Final = driver.ctxGetCurrent
-
 _MOST_KEPT: Final = 2048
 """Prepared products. A model repeats the same few; past this many, all are forgotten, which bounds the memory."""
 
@@ -94,7 +92,6 @@ class CudaBackend(MemoryCalls):
         self._products: dict[Any, tuple[tuple[type, ...], Gemm, Prepared]] = {}
         self._debug_sync = False
         self._own = self._streams.own
-        self._context_handle = self._context.handle
         self._unwatched = object()
         self._pass: object | None = None
         self._traces.on_change = self._look_for_watchers
@@ -136,13 +133,14 @@ class CudaBackend(MemoryCalls):
             and ((grid is packed.grid and block is packed.block) or packed.fits(grid, block))
             and type(stream) is int
             and not (cooperative or programmatic)
-            and _current_context() == self._context_handle
         ):
             try:
                 packed.enqueue(on, packed.params, 0)
+                return
             except CUDA_ERRORS as error:
-                raise failure(f"launch {handle.name}", (grid, block, shared_mem), error) from None
-            return
+                if driver.ctxGetCurrent() == self._context.handle:
+                    raise failure(f"launch {handle.name}", (grid, block, shared_mem), error) from None
+                # Refused because our context is not current on this thread, which the long way sees to.
         self._launch_checked(handle, grid, block, shared_mem, stream, args, cooperative, programmatic)
 
     def _launch_checked(

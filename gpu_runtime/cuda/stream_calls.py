@@ -80,9 +80,7 @@ class StreamCalls(GpuBackend):
         return self._streams.create()
 
     def destroy_stream(self, stream: int) -> None:
-        handle = self._stream(stream)
-        self._streams.refuse_capture(handle, "destroy_stream")
-        self._streams.destroy(handle)
+        self._streams.destroy(self._stream(stream))
 
     def synchronize(self, stream: StreamLike = 0) -> None:
         handle = self._stream(stream)

@@ -88,25 +88,29 @@ class Streams:
 
     def create(self) -> int:
         """Create a non-blocking stream."""
-        handle = int(self._context.call(runtime.streamCreateWithFlags, runtime.streamNonBlocking))
         with self._lock:
+            handle = int(self._context.call(runtime.streamCreateWithFlags, runtime.streamNonBlocking))
             self._dead.discard(handle)
             self._created.add(handle)
             self.own[handle] = handle
         return handle
 
     def destroy(self, handle: int) -> None:
-        """Finish the work of a stream that `create` made, and destroy it."""
-        if handle not in self._created:
-            raise DeviceError(f"destroy_stream: expected a stream made by create_stream, got {handle:#x}")
-        self._context.call(runtime.streamSynchronize, handle)
+        """Finish the work of a stream that `create` made, and destroy it.
+
+        Whoever takes it out of the table first destroys it; a driver does not survive a dead handle. Until its work is
+        done, frees go on waiting for it.
+        """
         with self._lock:
-            if handle not in self._created:
-                raise DeviceError(f"destroy_stream: {handle:#x} was destroyed by another thread")
-            self._created.remove(handle)
+            if handle not in self._created or handle not in self.own:
+                raise DeviceError(f"destroy_stream: expected a stream made by create_stream, got {handle:#x}")
+            self.refuse_capture(handle, "destroy_stream")
             del self.own[handle]
             self._dead.add(handle)
-        self._context.call(runtime.streamDestroy, handle)
+        self._context.call(runtime.streamSynchronize, handle)
+        with self._lock:
+            self._created.remove(handle)
+            self._context.call(runtime.streamDestroy, handle)
 
     # captures
 

@@ -10,15 +10,21 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from gpu_runtime import checks, dtypes
 from gpu_runtime.errors import InvalidPointer, OutOfMemory
-from gpu_runtime.ledger import Allocation, Ledger
+from gpu_runtime.faults import Fault
+from gpu_runtime.host.streams import Work
+from gpu_runtime.ledger import Allocation, Ledger, call_site, counted
+from gpu_runtime.oom import out_of_memory
 from gpu_runtime.pointer import DevicePtr
+
+if TYPE_CHECKING:
+    from gpu_runtime.host.shadow import Block
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -27,7 +33,15 @@ ALIGNMENT: Final = 256
 
 REDZONE_BYTES: Final = 256
 _REDZONE_VALUE: Final = 0xFB
-_HOLDERS_SHOWN: Final = 5
+
+
+class Span(NamedTuple):
+    """A span that a call names by parameter ``what``; ``block`` is what a checking memory found there."""
+
+    what: str
+    address: int
+    nbytes: int
+    block: Block | None = None
 
 
 class HostMemory:
@@ -39,10 +53,13 @@ class HostMemory:
     ----------
     limit : int or None
         Most bytes that may be live; None takes the machine's memory.
+    faults : sequence of Fault
+        Asked before every allocation of device memory.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, faults: Sequence[Fault] = ()) -> None:
         self.total = machine_bytes() if limit is None else checks.integer("memory_limit", limit, low=0)
+        self._faults = tuple(faults)
         self.ledger = Ledger()
         self.pinned = Ledger()
         self._storage: dict[int, Array] = {}
@@ -51,26 +68,38 @@ class HostMemory:
         """Counts releases: a view made at an earlier count may be of memory that is no longer live."""
         self.on_release: Callable[[], None] = lambda: None
 
-    def alloc(self, nbytes: int, tag: str) -> DevicePtr:
-        """Return the address of a new block, aligned to `ALIGNMENT`. Its content is unspecified."""
+    def alloc(self, nbytes: int, tag: str, *, managed: bool = False) -> DevicePtr:
+        """Return the address of a new block, aligned to `ALIGNMENT`. Its content is unspecified.
+
+        Raises
+        ------
+        OutOfMemory
+            When it does not fit, or a fault refuses it.
+        """
         with self._lock:
+            for fault in self._faults:
+                try:
+                    fault.allocate(nbytes, tag, self.ledger.live_bytes)
+                except OutOfMemory as error:
+                    raise out_of_memory(self.ledger, nbytes, tag, error.limit, str(error)) from None
             if self.ledger.live_bytes + nbytes > self.total:
-                raise self._out_of_memory(nbytes, tag)
-            return self._new_block(self.ledger, nbytes, tag)
+                raise out_of_memory(self.ledger, nbytes, tag, self.total)
+            return self._new_block(self.ledger, nbytes, tag, host_visible=managed)
 
     def alloc_pinned(self, nbytes: int) -> tuple[DevicePtr, Array]:
         """Return the address and the bytes, all zero, of new page-locked memory."""
         with self._lock:
-            ptr = self._new_block(self.pinned, nbytes, "pinned host memory")
+            ptr = self._new_block(self.pinned, nbytes, "pinned host memory", host_visible=True)
             array = self.bytes(ptr, nbytes)
         array.fill(0)
         return ptr, array
 
-    def _new_block(self, ledger: Ledger, nbytes: int, tag: str) -> DevicePtr:
+    def _new_block(self, ledger: Ledger, nbytes: int, tag: str, *, host_visible: bool) -> DevicePtr:
+        """Make a block, which the host may write at any time if it is ``host_visible``."""
         try:
             raw = np.empty(nbytes + 2 * REDZONE_BYTES + ALIGNMENT, dtype=np.uint8)
         except (MemoryError, ValueError, OverflowError):  # the latter two when no array can be that large
-            raise self._out_of_memory(nbytes, tag) from None
+            raise out_of_memory(self.ledger, nbytes, tag, self.total) from None
         start = -(raw.ctypes.data + REDZONE_BYTES) % ALIGNMENT
         block = raw[start : start + nbytes + 2 * REDZONE_BYTES]
         ptr = DevicePtr(block.ctypes.data + REDZONE_BYTES)
@@ -94,6 +123,12 @@ class HostMemory:
             self.generation += 1
             self.on_release()
 
+    def finish(self) -> None:
+        """Let go of what is kept of freed blocks, when the device is closed."""
+
+    def report(self, call: str) -> None:
+        """Raise what was found wrong with blocks that ``call`` released."""
+
     def sweep(self) -> list[Allocation]:
         """Release every live block that is not page-locked and return what they were."""
         with self._lock:
@@ -101,6 +136,8 @@ class HostMemory:
             for entry in entries:
                 self.free(entry.ptr)
         return entries
+
+    # addresses
 
     def bytes(self, ptr: int, nbytes: int) -> Array:
         """Return a writable ``uint8`` view of a span.
@@ -119,16 +156,74 @@ class HostMemory:
             storage = self._storage[int(entry.ptr)]
         start = ptr - int(entry.ptr)
         if start + nbytes > entry.nbytes:
-            past = start + nbytes - entry.nbytes
-            raise InvalidPointer(f"span of {nbytes:,} bytes at {ptr:#x} ends {past:,} bytes past {entry}")
+            past = f"{counted(start + nbytes - entry.nbytes)} past {entry}"
+            raise InvalidPointer(f"span of {counted(nbytes)} at {ptr:#x} ends {past}; used at {self.site()}")
         return storage[REDZONE_BYTES + start : REDZONE_BYTES + start + nbytes]
 
     def _holder(self, address: int) -> Allocation:
         with self._lock:
             entry = self.ledger.find(address) or self.pinned.find(address)
         if entry is None:
-            raise InvalidPointer(f"expected an address inside a live allocation, got {address:#x}")
+            raise InvalidPointer(
+                f"expected an address inside a live allocation, got {address:#x}: {self.whereabouts(address)}; "
+                f"used at {self.site()}"
+            )
         return entry
+
+    def whereabouts(self, address: int) -> str:
+        """Return what is known of an address that lies in no live block."""
+        with self._lock:
+            entry = self.ledger.nearest(address)
+        return "nothing is allocated" if entry is None else f"the nearest is {entry.place(address)}"
+
+    def site(self) -> str:
+        """Return the place in the caller's code that is to blame for what goes on now."""
+        return call_site()
+
+    def sited(self, work: Work) -> Work:
+        """Return ``work``, made to remember the place that enqueues it."""
+        return work
+
+    def tag_of(self, address: int) -> str:
+        """Return the tag of the live block that contains ``address``, "" when none does."""
+        with self._lock:
+            entry = self.ledger.find(address) or self.pinned.find(address)
+        return entry.tag if entry else ""
+
+    # the spans of copies
+
+    def span(self, what: str, address: int, nbytes: int) -> Span:
+        """Return a span that work is to use.
+
+        Raises
+        ------
+        InvalidPointer
+            When it is not empty and no live block contains it.
+        """
+        if nbytes:
+            try:
+                self.bytes(address, nbytes)
+            except InvalidPointer as error:
+                raise InvalidPointer(f"{what}: {error}") from None
+        return Span(what, address, nbytes)
+
+    def read(self, span: Span) -> Array:
+        """Return the bytes of a span, to be read."""
+        return self.bytes(span.address, span.nbytes)
+
+    def write(self, span: Span) -> Array:
+        """Return the bytes of a span, every one of which will be written."""
+        return self.bytes(span.address, span.nbytes)
+
+    def copy_rows(self, src: Span, src_pitch: int, dst: Span, dst_pitch: int, shape: tuple[int, int]) -> None:
+        """Copy ``shape[0]`` rows of ``shape[1]`` bytes, which begin a pitch apart."""
+        rows = self.view(src.address, shape, "u8", src_pitch)
+        np.copyto(self.view(dst.address, shape, "u8", dst_pitch), rows)
+
+    def mark(self, span: Span) -> None:
+        """Note that foreign code wrote a span."""
+
+    # views
 
     def view(self, ptr: int, shape: tuple[int, ...], dtype: str, row_stride: int | None = None) -> Array:
         """Return a writable view of a row-major array at ``ptr`` whose rows are ``row_stride`` elements apart."""
@@ -206,7 +301,9 @@ class HostMemory:
         origin = residue + offset * size
         end = int((start + last * pitch).max()) + (offset + width) * size
         if end > entry.nbytes:
-            raise InvalidPointer(f"a row of an address table ends {end - entry.nbytes:,} bytes past {entry}")
+            raise InvalidPointer(
+                f"a row of an address table ends {end - entry.nbytes:,} bytes past {entry}; used at {self.site()}"
+            )
         count = (entry.nbytes - origin - width * size) // pitch + 1
         return self.view(int(entry.ptr) + origin, (count, width), dtype, stride), start // pitch
 
@@ -220,56 +317,28 @@ class HostMemory:
         """Return the live blocks whose redzones no longer hold the pattern."""
         with self._lock:
             blocks = [(entry, self._storage[int(entry.ptr)]) for entry in self.ledger]
-        return [
-            entry
-            for entry, block in blocks
-            if np.any(block[:REDZONE_BYTES] != _REDZONE_VALUE) or np.any(block[-REDZONE_BYTES:] != _REDZONE_VALUE)
-        ]
+        return [entry for entry, block in blocks if redzone_damage(block) is not None]
 
     @staticmethod
     def _fill_redzones(block: Array) -> None:
         block[:REDZONE_BYTES] = _REDZONE_VALUE
         block[-REDZONE_BYTES:] = _REDZONE_VALUE
 
-    def _out_of_memory(self, nbytes: int, tag: str) -> OutOfMemory:
-        holders = "".join(f"\n  {entry}" for entry in self.ledger.largest(_HOLDERS_SHOWN))
-        return OutOfMemory(
-            f"alloc: {nbytes:,} bytes{f' for {tag}' if tag else ''} do not fit: "
-            f"{self.ledger.live_bytes:,} of {self.total:,} bytes are live in {len(self.ledger)} blocks"
-            + (f"; the largest:{holders}" if holders else ""),
-            requested=nbytes,
-            live=self.ledger.live_bytes,
-            limit=self.total,
-        )
+
+def redzone_damage(block: Array) -> str | None:
+    """Return what happened to the redzones of a block, which are its first and last bytes; None when nothing did.
+
+    The text goes before the block's description.
+    """
+    before, after = block[:REDZONE_BYTES] != _REDZONE_VALUE, block[-REDZONE_BYTES:] != _REDZONE_VALUE
+    found = []
+    for damage, side in ((before[::-1], "before the first byte"), (after, "past the last byte")):
+        if damage.any():
+            nearest = counted(int(damage.argmax()) + 1)
+            found.append(f"{counted(int(np.count_nonzero(damage)))} overwritten, the nearest {nearest} {side}")
+    return " and ".join(found) + " of" if found else None
 
 
 def machine_bytes() -> int:
     """Return the machine's physical memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def as_bytes(name: str, buffer: Any, *, writable: bool) -> Array:
-    """Return a host buffer's bytes as a ``uint8`` view.
-
-    Raises
-    ------
-    TypeError
-        When ``buffer`` has no buffer, or is read-only where it must be written.
-    ValueError
-        When it is not contiguous.
-    """
-    if isinstance(buffer, np.ndarray):
-        if not buffer.flags.c_contiguous:
-            raise ValueError(f"{name}: expected a C-contiguous array, got strides {buffer.strides}")
-        flat = np.asarray(buffer).reshape(-1).view(np.uint8)
-    else:
-        try:
-            view = memoryview(buffer)
-        except TypeError:
-            raise TypeError(f"{name}: expected an array or a buffer of bytes, got {type(buffer).__name__}") from None
-        if not view.c_contiguous:
-            raise ValueError(f"{name}: expected a contiguous buffer")
-        flat = np.frombuffer(view, dtype=np.uint8) if view.nbytes else np.empty(0, dtype=np.uint8)
-    if writable and not flat.flags.writeable:
-        raise TypeError(f"{name}: expected a writable buffer, got a read-only one")
-    return flat

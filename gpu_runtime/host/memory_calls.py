@@ -3,46 +3,60 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from gpu_runtime import checks
+from gpu_runtime.buffers import as_bytes
 from gpu_runtime.errors import InvalidPointer
+from gpu_runtime.faults import Fault
 from gpu_runtime.handles import LaunchRecord, PinnedMemory
-from gpu_runtime.host.memory import HostMemory, as_bytes
+from gpu_runtime.host.memory import HostMemory, Span
 from gpu_runtime.host.stream_calls import StreamCalls
-from gpu_runtime.host.streams import Order, Work
+from gpu_runtime.host.streams import HostStream, Order, Work
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
+from gpu_runtime.trace import Traces
 
 
 class MemoryCalls(StreamCalls):
     """Allocation, reports and copies. A copy without a stream is one on the default stream, waited for."""
 
-    def __init__(self, order: Order, memory: HostMemory) -> None:
-        super().__init__(order)
+    def __init__(self, order: Order, memory: HostMemory, faults: Sequence[Fault]) -> None:
+        super().__init__(order, faults)
         self._memory = memory
         self._pinned: dict[int, PinnedMemory] = {}
-        self._trace_lock = threading.Lock()
-        self._traces: list[list[LaunchRecord]] = []
+        self._traces = Traces()
+
+    def _enqueue(self, stream: HostStream, work: Work) -> None:
+        super()._enqueue(stream, self._memory.sited(work))
 
     def alloc(self, nbytes: int, *, tag: str = "") -> DevicePtr:
         self._check_open()
         return self._memory.alloc(checks.integer("alloc: nbytes", nbytes, low=1), tag)
 
     def alloc_managed(self, nbytes: int, *, tag: str = "") -> DevicePtr:
-        return self.alloc(nbytes, tag=tag)
+        self._check_open()
+        return self._memory.alloc(checks.integer("alloc: nbytes", nbytes, low=1), tag, managed=True)
 
     def free(self, ptr: int) -> None:
         self._check_open()
         address = checks.address("free: ptr", ptr)
         if address:
+            self._finish_work()
             self._memory.free(DevicePtr(address))
+            self._memory.report("free")
+
+    def _finish_work(self) -> None:
+        """Run what is enqueued: it may use a block that the caller is about to free."""
+        with self._lock:
+            streams = tuple(self._streams.values())
+        for stream in streams:
+            self._order.drain(stream)
 
     def memset(self, ptr: int, value: int, nbytes: int) -> None:
         self._refuse_capture(self._stream(0), "memset")
@@ -51,8 +65,8 @@ class MemoryCalls(StreamCalls):
 
     def memset_async(self, ptr: int, value: int, nbytes: int, stream: StreamLike = 0) -> None:
         fill = checks.integer("memset: value", value, 0, 255)
-        start, size = self._span("memset: ptr", ptr, nbytes)
-        self._traced("memset", "memset", size, stream, lambda: self._memory.bytes(start, size).fill(fill))
+        span = self._span("memset: ptr", ptr, nbytes)
+        self._put("memset", "memset", span, span.nbytes, stream, lambda: self._memory.write(span).fill(fill))
 
     def total_memory(self) -> int:
         self._check_open()
@@ -76,7 +90,10 @@ class MemoryCalls(StreamCalls):
 
     def sweep_unreleased(self) -> list[Allocation]:
         self._check_open()
-        return self._memory.sweep()
+        self._finish_work()
+        entries = self._memory.sweep()
+        self._memory.report("sweep_unreleased")
+        return entries
 
     def scan_redzones(self) -> list[Allocation]:
         self._check_open()
@@ -87,7 +104,7 @@ class MemoryCalls(StreamCalls):
         self._memory.poison_redzones()
 
     def mark_written(self, ptr: int, nbytes: int) -> None:
-        self._span("mark_written: ptr", ptr, nbytes)  # nothing else to note while reads are not checked
+        self._memory.mark(self._span("mark_written: ptr", ptr, nbytes))
 
     def copy_h2d(self, src: Any, dst: int) -> None:
         self._refuse_capture(self._stream(0), "copy_h2d")
@@ -109,16 +126,16 @@ class MemoryCalls(StreamCalls):
 
     def copy_h2d_async(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
         data = as_bytes("src", src, writable=False)
-        start, size = self._span("copy_h2d: dst", dst, data.nbytes)
-        self._traced("copy", "h2d", size, stream, lambda: np.copyto(self._memory.bytes(start, size), data))
+        span = self._span("copy_h2d: dst", dst, data.nbytes)
+        self._put("copy", "h2d", span, span.nbytes, stream, lambda: np.copyto(self._memory.write(span), data))
 
     def copy_h2d_async_retained(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
         self.copy_h2d_async(as_bytes("src", src, writable=False).copy(), dst, stream)
 
     def copy_d2h_async(self, src: int, dst: Any, stream: StreamLike = 0) -> None:
         data = as_bytes("dst", dst, writable=True)
-        start, size = self._span("copy_d2h: src", src, data.nbytes)
-        self._traced("copy", "d2h", size, stream, lambda: np.copyto(data, self._memory.bytes(start, size)))
+        span = self._span("copy_d2h: src", src, data.nbytes)
+        self._put("copy", "d2h", span, span.nbytes, stream, lambda: np.copyto(data, self._memory.read(span)))
 
     def copy_d2d_async(self, src: int, dst: int, nbytes: int, stream: StreamLike = 0) -> None:
         self.copy_d2d_2d_async(src, nbytes, dst, nbytes, nbytes, 1, stream)
@@ -133,16 +150,21 @@ class MemoryCalls(StreamCalls):
             for name, pitch in (("src_pitch", src_pitch), ("dst_pitch", dst_pitch))
         ]
         spans = [(shape[0] - 1) * pitch + shape[1] if size else 0 for pitch in pitches]
-        first, src_span = self._span("copy_d2d: src", src, spans[0])
-        second, dst_span = self._span("copy_d2d: dst", dst, spans[1])
-        if size and first < second + dst_span and second < first + src_span:
-            raise ValueError(f"copy_d2d: expected spans that do not overlap, got {first:#x} and {second:#x}")
-
-        def copy() -> None:
-            rows = self._memory.view(first, shape, "u8", pitches[0])
-            np.copyto(self._memory.view(second, shape, "u8", pitches[1]), rows)
-
-        self._traced("copy", "d2d", size, stream, copy)
+        first = self._span("copy_d2d: src", src, spans[0])
+        second = self._span("copy_d2d: dst", dst, spans[1])
+        apart = first.address - second.address
+        if size and -first.nbytes < apart < second.nbytes:
+            raise ValueError(
+                f"copy_d2d: expected spans that do not overlap, got {first.address:#x} and {second.address:#x}"
+            )
+        self._put(
+            "copy",
+            "d2d",
+            second,
+            size,
+            stream,
+            lambda: self._memory.copy_rows(first, pitches[0], second, pitches[1], shape),
+        )
 
     def alloc_host_pinned(self, nbytes: int) -> PinnedMemory:
         self._check_open()
@@ -156,7 +178,9 @@ class MemoryCalls(StreamCalls):
         with self._lock:
             self._pinned_entry(memory)
             del self._pinned[memory.address]
+        self._finish_work()
         self._memory.free_pinned(DevicePtr(memory.address))
+        self._memory.report("free_host_pinned")
 
     def host_ptr_to_device(self, memory: PinnedMemory) -> DevicePtr:
         return DevicePtr(self._pinned_entry(memory).address)
@@ -166,41 +190,27 @@ class MemoryCalls(StreamCalls):
         if not isinstance(memory, PinnedMemory):
             raise TypeError(f"expected what alloc_host_pinned returned, got {memory!r}")
         if self._pinned.get(memory.address) is not memory:
-            raise InvalidPointer(f"expected live pinned memory of this backend, got {memory.address:#x}")
+            where = self._memory.whereabouts(memory.address)
+            raise InvalidPointer(f"expected live pinned memory of this backend, got {memory.address:#x}: {where}")
         return memory
 
-    def _span(self, what: str, ptr: int, nbytes: int) -> tuple[int, int]:
-        """Return address and size as plain ints; refuse a span that no live block contains before it is enqueued."""
+    def _span(self, what: str, ptr: int, nbytes: int) -> Span:
+        """Return a span; refuse one that no live block contains before anything is enqueued."""
         self._check_open()
         address, size = checks.address(what, ptr), checks.integer(f"{what}: nbytes", nbytes, low=0)
-        if size:
-            try:
-                self._memory.bytes(address, size)
-            except InvalidPointer as error:
-                raise InvalidPointer(f"{what}: {error}") from None
-        return address, size
+        return self._memory.span(what, address, size)
 
-    def _traced(self, kind: Any, name: str, nbytes: int, stream: StreamLike, work: Work) -> None:
+    def _put(self, kind: Any, name: str, span: Span, nbytes: int, stream: StreamLike, work: Work) -> None:
+        """Trace and enqueue a copy or memset of ``nbytes`` bytes; faults are told the tag of ``span``'s block."""
         on = self._stream(stream)
-        self._trace(LaunchRecord(kind, name, nbytes=nbytes, stream=on.handle))
+        if self._faults:
+            tag = self._memory.tag_of(span.address) if span.nbytes else ""
+            self._ask_faults(name if kind == "memset" else f"copy_{name}", tag)
+        if self._traces:
+            self._traces.add(LaunchRecord(kind, name, nbytes=nbytes, stream=on.handle))
         if nbytes:
             self._enqueue(on, work)
 
-    def _trace(self, record: LaunchRecord) -> None:
-        for trace in self._traces:
-            trace.append(record)
-
     def launch_trace(self) -> AbstractContextManager[list[LaunchRecord]]:
         self._check_open()
-        return self._open_trace()
-
-    @contextmanager
-    def _open_trace(self) -> Iterator[list[LaunchRecord]]:
-        trace: list[LaunchRecord] = []
-        with self._trace_lock:
-            self._traces = [*self._traces, trace]
-        try:
-            yield trace
-        finally:
-            with self._trace_lock:
-                self._traces = [other for other in self._traces if other is not trace]
+        return self._traces.open()

@@ -6,11 +6,13 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import ClassVar
 
 from gpu_runtime import checks
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
+from gpu_runtime.faults import Fault
 from gpu_runtime.host.streams import Capture, Graph, HostEvent, HostStream, Order, Work
 from gpu_runtime.streams import DEFAULT_STREAM, LEGACY_STREAM, PER_THREAD_STREAM, StreamLike, stream_handle
 
@@ -26,8 +28,9 @@ class StreamCalls(GpuBackend):
     # that a handle of one backend means nothing to another.
     _handles: ClassVar[itertools.count[int]] = itertools.count(0x100)
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, faults: Sequence[Fault]) -> None:
         self._order = order
+        self._faults = tuple(faults)
         self._lock = threading.RLock()
         self._closed = False
         default = HostStream(next(self._handles), owned=True)
@@ -40,6 +43,10 @@ class StreamCalls(GpuBackend):
     def _check_open(self) -> None:
         if self._closed:
             raise DeviceError("the backend is closed")
+
+    def _ask_faults(self, name: str, what: str) -> None:
+        for fault in self._faults:
+            fault.call(name, what)
 
     def _stream(self, stream: StreamLike) -> HostStream:
         self._check_open()
@@ -116,6 +123,8 @@ class StreamCalls(GpuBackend):
 
     def record_event(self, event: int, stream: StreamLike = 0) -> None:
         found, on = self._event(event), self._stream(stream)
+        if self._faults:
+            self._ask_faults("record_event", "")
         with self._lock:
             if on.capture is not None:
                 found.capture, found.clock = on.capture, dict(on.capture.clocks[on])
@@ -205,6 +214,8 @@ class StreamCalls(GpuBackend):
         found = self._graphs.get(handle)
         if found is None:
             raise DeviceError(f"launch_graph: expected a live graph of this backend, got {handle:#x}")
+        if self._faults:
+            self._ask_faults("launch_graph", "")
         self._enqueue(on, found.replay)
 
     def destroy_graph(self, graph: int) -> None:
