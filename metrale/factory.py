@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
+from contextlib import ExitStack
 
 from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend, open_backend
-from metrale.checkpoint import Checkpoint, open_checkpoint
+from gpu_runtime.config import Config
+from metrale.checkpoint import open_checkpoint
 from metrale.errors import CheckpointError, InvalidInput
 from metrale.nllb.admission import Languages
 from metrale.nllb.checks import token_id
@@ -18,11 +21,12 @@ from metrale.nllb.limits import ModelShape, ServingLimits
 from metrale.nllb.model import NllbModel
 from metrale.nllb.plan import MemoryPlan, plan_memory
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
-from metrale.nllb.weights import WeightMap, match_weights
+from metrale.nllb.weights import match_weights
 
 log = logging.getLogger(__name__)
 
 _ADAPTER_FILE = "adapter_config.json"
+_DEVICE = re.compile(r"auto|host|cuda(:\d+)?", re.ASCII)
 
 PathLike = str | os.PathLike[str]
 
@@ -47,7 +51,8 @@ def load(
     path : path
         The checkpoint's folder. Without tokenizer files the model serves ids only.
     device : str or GpuBackend
-        ``"auto"``, ``"host"``, ``"cuda"``, ``"cuda:N"``, or an open backend, which stays the caller's.
+        ``"auto"`` (what ``METRALE_DEVICE`` says; else the first GPU that can be used, else the host), ``"host"``,
+        ``"cuda"``, ``"cuda:N"``, or an open backend, which stays the caller's. The choice is logged.
     dtype : str
         ``"float32"``, ``"float16"``, ``"bfloat16"``, or ``"auto"``: float32 on the host, bfloat16 on compute
         capability 8.0 and later, else float16.
@@ -65,7 +70,7 @@ def load(
     gpu_runtime.OutOfMemory
         When the device is too small; see `memory_plan`.
     gpu_runtime.BackendUnavailable
-        When the device cannot be opened.
+        When the device cannot be opened; it says why. Only ``"auto"`` ever takes another device instead.
     """
     limits = ServingLimits(max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes)
     config = _config(path)
@@ -77,11 +82,18 @@ def load(
             _language("target", target, tokenizer, weights.vocab_size),
         )
         _check_dtype(dtype)
-        if isinstance(device, GpuBackend):
-            return _build(device, config, weights, checkpoint, dtype, limits, languages, tokenizer, owns_gpu=False)
-        gpu = _open(device)
-        log.info("device %r: %s", device, gpu.name())
-        return _build(gpu, config, weights, checkpoint, dtype, limits, languages, tokenizer, owns_gpu=True)
+        with ExitStack() as undo:
+            owns_gpu = not isinstance(device, GpuBackend)
+            gpu = device if isinstance(device, GpuBackend) else undo.enter_context(_open(device))
+            shape = _shape(gpu, config, weights.vocab_size, dtype, limits)
+            log.info("device %s: %s", device if owns_gpu else "given", gpu.name())
+            log.info("dtype %s: %s", dtype, dtypes.long_name(shape.dtype))
+            log.info("memory: %s", plan_memory(shape))
+            model = NllbModel(
+                gpu, shape, checkpoint, weights, languages=languages, tokenizer=tokenizer, owns_gpu=owns_gpu
+            )
+            undo.pop_all()  # from here on the model closes the backend that was opened for it
+        return model
 
 
 def memory_plan(
@@ -106,28 +118,14 @@ def memory_plan(
         vocab = match_weights(config, checkpoint).vocab_size
     _check_dtype(dtype)
     if isinstance(device, GpuBackend):
-        element = element_type(dtype, device)
-    else:
-        with _open(device) as gpu:
-            element = element_type(dtype, gpu)
-    return plan_memory(ModelShape(config, vocab, element, serving))
+        return plan_memory(_shape(device, config, vocab, dtype, serving))
+    with _open(device) as gpu:
+        return plan_memory(_shape(gpu, config, vocab, dtype, serving))
 
 
-def _build(
-    gpu: GpuBackend,
-    config: NllbConfig,
-    weights: WeightMap,
-    checkpoint: Checkpoint,
-    dtype: str,
-    limits: ServingLimits,
-    languages: Languages,
-    tokenizer: NllbTokenizer | None,
-    *,
-    owns_gpu: bool,
-) -> NllbModel:
-    shape = ModelShape(config, weights.vocab_size, element_type(dtype, gpu), limits)
-    log.info("memory: %s", plan_memory(shape))
-    return NllbModel(gpu, shape, checkpoint, weights, languages=languages, tokenizer=tokenizer, owns_gpu=owns_gpu)
+def _shape(gpu: GpuBackend, config: NllbConfig, vocab: int, dtype: str, limits: ServingLimits) -> ModelShape:
+    """Return what a model's sizes follow from on this device."""
+    return ModelShape(config, vocab, element_type(dtype, gpu), limits, gpu.limits().gemm_workspace_bytes)
 
 
 def _config(path: PathLike) -> NllbConfig:
@@ -151,10 +149,24 @@ def _config(path: PathLike) -> NllbConfig:
 
 
 def _open(device: str) -> GpuBackend:
-    try:
-        return open_backend(device)
-    except (TypeError, ValueError):
-        raise InvalidInput("device", "'auto', 'host', 'cuda', 'cuda:N' or an open backend", repr(device)) from None
+    return open_backend(device_name(device))
+
+
+def device_name(device: object) -> str:
+    """Return the name of the device that ``device`` stands for, ``"auto"`` having given way to ``METRALE_DEVICE``.
+
+    Raises
+    ------
+    InvalidInput
+        When it, or the environment's setting, is not the name of a device.
+    """
+    origin = "device"
+    if device == "auto":
+        origin, device = "METRALE_DEVICE", Config.from_env().device
+    if not isinstance(device, str) or not _DEVICE.fullmatch(device):
+        open_too = " or an open backend" if origin == "device" else ""
+        raise InvalidInput(origin, f"'auto', 'host', 'cuda', 'cuda:N'{open_too}", repr(device))
+    return device
 
 
 def _check_dtype(dtype: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import metrale
 from metrale.cli.failure import DONE, UNUSABLE
-from metrale.cli.findings import Finding, judge, verdicts
+from metrale.cli.finding import Finding
+from metrale.cli.findings import READY, judge, verdicts
 from metrale.cli.isolate import Answer, ask_all
 from metrale.cli.output import one_line, to_json, write_lines
 
@@ -19,6 +20,9 @@ PROBES: Final = {
     "host": "metrale.cli.host_check:probe",
     "driver": "metrale.cli.driver:probe",
     "libraries": "metrale.cli.libraries:probe",
+    "nvrtc": "gpu_runtime.cuda.installed:nvrtc",
+    "cublasLt": "gpu_runtime.cuda.installed:cublaslt",
+    "gpu": "metrale.cli.gpu_check:probe",
 }
 SECONDS: Final = 60.0
 """The most that all probes together may take: a driver that initialises many devices needs some."""
@@ -47,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         write_lines([to_json(to_dict(answers, findings, verdict), indent=2)])
     else:
         write_lines(to_text(answers, findings, verdict))
-    return DONE if verdict["host"] == "ready" else UNUSABLE
+    return DONE if verdict["host"] == READY else UNUSABLE
 
 
 def to_dict(answers: Mapping[str, Answer], findings: list[Finding], verdict: Mapping[str, str]) -> dict[str, Any]:
@@ -66,8 +70,8 @@ def to_text(answers: Mapping[str, Answer], findings: list[Finding], verdict: Map
     lines = [f"metrale {metrale.__version__}"]
     if about is not None:
         lines += [about["python"], f"{about['platform']}, {about['processors']} processors"]
-    for part, title in (("host", "host"), ("cuda", "cuda (not used by this version, which has no CUDA backend yet)")):
-        lines += ["", title]
+    for part in ("host", "cuda"):
+        lines += ["", part]
         for one in findings:
             if one.part == part:
                 lines.append(one_line(f"  {one.state:<8} {one.name}: {one.detail}"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Where NVRTC, cuBLAS and cuBLASLt are, and their versions. They load without a driver, and touch no device."""
+"""Where NVRTC and cuBLASLt are, and their versions. They load without a driver, and touch no device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-NAMES: Final = ("nvrtc", "cublas", "cublasLt")
+NAMES: Final = ("nvrtc", "cublasLt")
 _MAJORS: Final = (12, 13, 11)  # metrale's first, then those that a person may have instead
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,9 +12,10 @@ from gpu_runtime.config import Config
 from metrale.checkpoint import require_folder
 from metrale.cli.failure import USAGE, Failure, say
 from metrale.demo import demo_model_path
+from metrale.errors import InvalidInput
+from metrale.factory import device_name
 from metrale.nllb.limits import ServingLimits
 
-_DEVICE: Final = re.compile(r"auto|host|cuda(:\d+)?")
 _LIMITS: Final = ("max_batch", "max_source_len", "max_new_tokens")
 
 
@@ -37,13 +37,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         default="auto",
         metavar="NAME",
-        help="auto, host, cuda or cuda:N (default: METRALE_DEVICE, else auto)",
+        help="auto, host, cuda or cuda:N (default: METRALE_DEVICE, else auto: the first GPU that can be used, else the "
+        "host)",
     )
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "float16", "bfloat16"),
-        help="element type to compute in (default: auto, which is float32 on the host)",
+        help="element type to compute in (default: auto, which is float32 on the host and bfloat16 on a GPU)",
     )
     parser.add_argument(
         "--max-batch",
@@ -88,12 +89,11 @@ def device_of(args: argparse.Namespace) -> str:
     Failure
         When the option, or ``METRALE_DEVICE``, is not the name of a device.
     """
-    origin, name = "--device", args.device
-    if name == "auto":
-        origin, name = "METRALE_DEVICE", Config.from_env().device
-    if not _DEVICE.fullmatch(name):
-        raise Failure(USAGE, f"{origin}: expected auto, host, cuda or cuda:N, got {name!r}")
-    return str(name)
+    try:
+        return device_name(args.device)
+    except InvalidInput as error:
+        option = "--device" if error.argument == "device" else error.argument
+        raise Failure(USAGE, f"{option}: expected auto, host, cuda or cuda:N, got {error.got}") from None
 
 
 def limits_of(args: argparse.Namespace) -> dict[str, int]:

@@ -15,7 +15,11 @@ HOST: Final = {"numpy": "1.26", "safetensors": "0.4.5", "sentencepiece": "0.2.0"
 CUDA: Final = {"nvmath-python": ("0.5", None), "cuda-bindings": ("12.9", "13")}
 """The distributions that CUDA needs besides CuPy: the oldest version, and the first that is too new."""
 
-CUPY: Final = ("cupy-cuda12x", "13.4")
+CUDA_MAJOR: Final = 12
+"""The major version of CUDA that metrale's requirements are for."""
+
+CUPY: Final = {"cupy-cuda12x": "13.4", "cupy-cuda13x": "13.6"}
+"""CuPy's wheels that serve, and the oldest version of each. Only one may be installed; the first is required."""
 
 _CUPY_NAME: Final = re.compile(r"cupy(-cuda\d+x?|-rocm[-\d]+)?")
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +54,6 @@ class Decoder:
         depth = len(feeds[0].ids)
         positions = np.array([feed.first + step for feed in feeds for step in range(depth)])
         table = self._workspace.decoder_table.upload(
-            self._gpu,
             stream,
             ids=np.array([token for feed in feeds for token in feed.ids]),
             positions=positions,
@@ -69,9 +68,9 @@ class Decoder:
         for index in range(len(weights.decoder)):
             self._layer(rows, index, table)
         rows.norm(weights.decoder_norm, self._hidden)
-        self._head(len(feeds), depth, logits, stream)
+        self._head(rows, depth, logits)
 
-    def _layer(self, rows: Rows, index: int, table: dict[str, DevicePtr]) -> None:
+    def _layer(self, rows: Rows, index: int, table: Mapping[str, DevicePtr]) -> None:
         config, layer = self._shape.config, self._weights.decoder[index]
         d = config.d_model
         keys = index * 2 * d  # where this layer's keys are in a KV position; its values follow them
@@ -118,7 +117,7 @@ class Decoder:
             stream=rows.stream,
         )
 
-    def _head(self, count: int, depth: int, logits: DevicePtr, stream: StreamLike) -> None:
+    def _head(self, rows: Rows, depth: int, logits: DevicePtr) -> None:
         """Multiply the last row of each feed with the embedding, which is the output head as well."""
         shape = self._shape
         d = shape.config.d_model
@@ -128,11 +127,13 @@ class Decoder:
             self._weights.embedding,
             NULL,
             logits,
-            rows=count,
+            rows=rows.count // depth,
             n=shape.vocab,
             k=d,
             x_stride=depth * d,
             out_stride=shape.logits_stride,
             dtype=shape.dtype,
-            stream=stream,
+            workspace=rows.gemm.workspace,
+            workspace_bytes=rows.gemm.workspace_bytes,
+            stream=rows.stream,
         )

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from gpu_runtime import dtypes
 from gpu_runtime.arena import Arena, Layout
 from gpu_runtime.backend import GpuBackend
@@ -20,6 +22,7 @@ from metrale.checkpoint import Checkpoint, convert
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.positions import sinusoidal
+from metrale.nllb.staging import Staging
 from metrale.nllb.weights import (
     DECODER_NORM,
     EMBEDDING,
@@ -37,6 +40,10 @@ from metrale.nllb.weights import (
 _EMBEDDING: Final = "embedding"
 _POSITIONS: Final = "position_table"
 _POSITION_ROWS: Final = 1024
+
+READ_BYTES: Final = 8 << 20
+"""Most bytes of a tensor that are read at once. From 32 MiB on, the C library takes every chunk from the system anew,
+and clearing its pages then takes several times as long as reading the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +163,11 @@ def weight_layout(shape: ModelShape) -> Layout:
 
 
 def load_weights(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, found: WeightMap) -> DeviceWeights:
-    """Allocate and fill the weights, reading the checkpoint by row chunks.
+    """Allocate and fill the weights, which are complete on return, for work on any stream.
 
-    Host memory holds two chunks of at most 64 MiB at a time, in the stored and in the target type.
+    The checkpoint is read by small chunks, which are converted into page-locked memory and copied from there while the
+    next ones are read. Host memory holds two chunks of at most `READ_BYTES` in the stored type, and two buffers of
+    `STAGING_BYTES`.
 
     Raises
     ------
@@ -167,36 +176,41 @@ def load_weights(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, fou
     CheckpointError
         When a value does not fit the target type; nothing stays allocated.
     """
-    arena = Arena(gpu, weight_layout(shape), tag="weights")
+    layout = weight_layout(shape)
+    arena = Arena(gpu, layout, tag="weights")
     try:
-        for region, names in regions(shape.config):
-            at = arena[region]
-            for name in names:
-                at = _upload(gpu, shape, checkpoint, found.sources[name], at)
-        _upload_positions(gpu, shape, arena[_POSITIONS])
+        with Staging(gpu, layout.nbytes) as staging:  # left before the arena may be freed: no copy runs then
+            for region, names in regions(shape.config):
+                at = arena[region]
+                for name in names:
+                    at = _upload(staging, shape, checkpoint, found.sources[name], at)
+            _upload_positions(staging, shape, arena[_POSITIONS])
     except BaseException:
         arena.free()
         raise
     return _addresses(arena, shape.config)
 
 
-def _upload(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, name: str, at: DevicePtr) -> DevicePtr:
-    """Copy one tensor to ``at`` and return the address after it."""
-    for _, rows in checkpoint.iter_chunks(name):
-        data = convert(rows, shape.dtype, name=name, path=str(checkpoint.path))
-        gpu.copy_h2d(data, at)
-        at = at.offset(data.nbytes)
+def _upload(staging: Staging, shape: ModelShape, checkpoint: Checkpoint, name: str, at: DevicePtr) -> DevicePtr:
+    """Send one tensor to ``at`` and return the address after it."""
+    path = str(checkpoint.path)
+    for _, rows in checkpoint.iter_chunks(name, READ_BYTES):
+        at = staging.send(
+            rows.reshape(-1),
+            shape.dtype,
+            at,
+            lambda part, room: convert(part, shape.dtype, out=room, name=name, path=path),
+        )
     return at
 
 
-def _upload_positions(gpu: GpuBackend, shape: ModelShape, at: DevicePtr) -> None:
-    """Fill the table of positions, some rows at a time: in float64 it would be several times its size."""
+def _upload_positions(staging: Staging, shape: ModelShape, at: DevicePtr) -> None:
+    """Send the table of positions, some rows at a time: in float64 it would be several times its size."""
     config = shape.config
     for start in range(0, shape.position_count, _POSITION_ROWS):
         rows = min(_POSITION_ROWS, shape.position_count - start)
         table = sinusoidal(config.pad_token_id + 1 + start, rows, config.d_model)
-        gpu.copy_h2d(table, at)
-        at = at.offset(table.nbytes)
+        at = staging.send(table.reshape(-1), "f32", at, lambda part, room: np.copyto(room, part))
 
 
 def _addresses(arena: Arena, config: NllbConfig) -> DeviceWeights:

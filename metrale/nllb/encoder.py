@@ -39,7 +39,6 @@ class Encoder:
         """
         lengths = np.array([len(source) for source in sources])
         table = self._workspace.encoder_table.upload(
-            self._gpu,
             stream,
             ids=np.concatenate(sources),
             positions=np.concatenate([np.arange(length) for length in lengths]),
@@ -95,6 +94,8 @@ class Encoder:
                 n=width,
                 k=d,
                 dtype=shape.dtype,
+                workspace=rows.gemm.workspace,
+                workspace_bytes=rows.gemm.workspace_bytes,
                 stream=rows.stream,
             )
             ops.kv_scatter(

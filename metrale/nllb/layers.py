@@ -12,7 +12,7 @@ from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.nllb.device_weights import Dense
 from metrale.nllb.limits import ModelShape
-from metrale.nllb.workspace import Workspace
+from metrale.nllb.workspace import GemmSpace, Workspace
 
 LAYER_NORM_EPS: Final = 1e-5
 """Epsilon of every LayerNorm of the family."""
@@ -32,6 +32,8 @@ class Rows:
         What a norm or an attention hands to the next product, ``[count, d]``.
     wide : DevicePtr
         q, k and v, or the inside of the feed-forward block.
+    gemm : GemmSpace
+        Workspace of the products.
     count : int
     stream : StreamLike
     """
@@ -41,6 +43,7 @@ class Rows:
     x: DevicePtr
     h: DevicePtr
     wide: DevicePtr
+    gemm: GemmSpace
     count: int
     stream: StreamLike
 
@@ -49,7 +52,8 @@ class Rows:
         cls, gpu: GpuBackend, shape: ModelShape, space: Workspace, side: str, count: int, stream: StreamLike
     ) -> Rows:
         """Return the activations of one side of the model (``"encoder"`` or ``"decoder"``)."""
-        return cls(gpu, shape, space[f"{side}.x"], space[f"{side}.h"], space[f"{side}.wide"], count, stream)
+        x, h, wide = (space[f"{side}.{name}"] for name in ("x", "h", "wide"))
+        return cls(gpu, shape, x, h, wide, space.gemm, count, stream)
 
     def embed(self, ids: int, positions: int, table: int, position_table: int) -> None:
         """Fill ``x`` with the embeddings of ``ids`` at ``positions``."""
@@ -109,6 +113,8 @@ class Rows:
             dtype=self.shape.dtype,
             activation=activation,
             residual=residual,
+            workspace=self.gemm.workspace,
+            workspace_bytes=self.gemm.workspace_bytes,
             stream=self.stream,
         )
 

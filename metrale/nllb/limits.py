@@ -71,7 +71,7 @@ class ServingLimits:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A configuration, the truth about its vocabulary, and the type it runs in: what every size follows from.
+    """A configuration, the truth about its vocabulary, and how it is run: what every size follows from.
 
     Attributes
     ----------
@@ -81,12 +81,15 @@ class ModelShape:
     dtype : {"f32", "f16", "bf16"}
         Element type of weights, activations, KV and logits.
     limits : ServingLimits
+    gemm_workspace_bytes : int
+        Workspace with which the device's products run best (`gpu_runtime.limits.Limits`).
     """
 
     config: NllbConfig
     vocab: int
     dtype: str
     limits: ServingLimits
+    gemm_workspace_bytes: int = 0
 
     @property
     def itemsize(self) -> int:

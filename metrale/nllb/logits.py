@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -38,16 +39,25 @@ class LogitsRows:
         self.arena = LogitsArena(
             gpu.alloc(rows * stride * shape.itemsize, tag="logits"), rows, shape.vocab, shape.dtype
         )
-        empty = np.full(stride, -np.inf, dtype=dtypes.NUMPY[shape.dtype])
         self._events: list[int] = []
         try:
-            for row in range(rows):
-                gpu.copy_h2d(empty, self.arena.row(row))  # the padding columns keep this; products write the others
+            self._clear()
+            for _ in range(rows):
                 self._events.append(gpu.create_event())
         except BaseException:
             self.free()
             raise
         self._event_of_row = list(self._events)
+
+    def _clear(self) -> None:
+        """Set every element to minus infinity: the padding columns keep it, products write the others."""
+        arena = self.arena
+        self._gpu.copy_h2d(np.full(arena.row_elements, -np.inf, dtype=dtypes.NUMPY[arena.dtype]), arena.base)
+        filled = 1
+        while filled < arena.rows:
+            count = min(filled, arena.rows - filled)
+            self._gpu.copy_d2d(arena.base, arena.row(filled), count * arena.row_bytes)
+            filled += count
 
     def written(self, first: int, count: int, stream: StreamLike) -> None:
         """Record that the work on ``stream`` so far writes ``count`` rows from ``first``."""
@@ -111,6 +121,7 @@ class LogitsRows:
 
     def free(self) -> None:
         """Free the rows and their events."""
-        for event in self._events:
-            self._gpu.destroy_event(event)
-        self._gpu.free(self.arena.base)
+        with ExitStack() as steps:  # also after one that fails
+            steps.callback(self._gpu.free, self.arena.base)
+            for event in self._events:
+                steps.callback(self._gpu.destroy_event, event)

@@ -43,8 +43,9 @@ class NllbModel(TranslationOnly):
     and its reads. Forward calls enqueue and return the address of a logits row; the calls that read rows wait for them.
     A row holds until the next call that writes it: decode lane ``i`` is the same row for everyone.
 
-    A call that is refused leaves every sequence as it was; so does one that the device fails, except that a sequence
-    which was being prefilled *again* is left empty.
+    A call that is refused leaves every sequence as it was; so does one that the device fails to enqueue, except that a
+    sequence which was being prefilled *again* is left empty. What fails later, on the device, is raised by the next
+    call that waits for it.
 
     Parameters
     ----------
@@ -94,7 +95,7 @@ class NllbModel(TranslationOnly):
             pool = KvPool(gpu, shape.kv_bytes, shape.position_bytes)
             undo.callback(pool.free)
             space = Workspace(gpu, shape)
-            undo.callback(space.arena.free)
+            undo.callback(space.free)
             self._logits = LogitsRows(gpu, shape, space["argmax"])
             undo.callback(self._logits.free)
             self._idle = gpu.create_event()  # the end of the latest forward, whose workspace the next one reuses

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import OutOfMemory
 from gpu_runtime.launch import check_geometry
+from gpu_runtime.op import Op
 from metrale.errors import CheckpointError
 from metrale.nllb.device_weights import weight_layout
 from metrale.nllb.limits import ModelShape
-from metrale.nllb.workspace import workspace_layout
-from metrale.ops.decode_attention import plan as decode_attention_plan
-from metrale.ops.packed_attention import plan as packed_attention_plan
+from metrale.nllb.workspace import CROSS_KV_ROWS, workspace_layout
+from metrale.ops.argmax import OP as ARGMAX
+from metrale.ops.decode_attention import OP as DECODE_ATTENTION
+from metrale.ops.embed import OP as EMBED
+from metrale.ops.kv_scatter import OP as KV_SCATTER
+from metrale.ops.layer_norm import OP as LAYER_NORM
+from metrale.ops.packed_attention import OP as PACKED_ATTENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +56,62 @@ def check_memory(gpu: GpuBackend, plan: MemoryPlan) -> None:
 
 
 def check_launches(gpu: GpuBackend, shape: ModelShape, path: Path) -> None:
-    """Refuse a shape whose attention this device cannot launch, which would otherwise only show in a forward.
+    """Refuse a shape whose kernels this device cannot launch, which would otherwise only show in a forward.
 
     Raises
     ------
     CheckpointError
-        When the heads are too wide, or the limits ask for too large a grid.
+        When a layer is too wide, or the limits ask for too large a grid.
     """
-    config, limits, device = shape.config, shape.limits, gpu.limits()
-    encoder = {
-        "heads": config.encoder_attention_heads,
-        "head_dim": config.encoder_head_dim,
-        "longest": limits.max_source_len,
-        "offset_count": limits.max_batch + 1,
-    }
-    decoder = {"heads": config.decoder_attention_heads, "head_dim": config.decoder_head_dim, "rows": shape.decoder_rows}
-    for side, plan, dims in (
-        ("encoder", packed_attention_plan, encoder),
-        ("decoder", decode_attention_plan, decoder),
-    ):
-        launch = plan(dims, shape.dtype, device)
+    device = gpu.limits()
+    for side, op, dims in largest_launches(shape):
+        assert op.plan is not None
         try:
+            launch = op.plan(dims, shape.dtype, device)
             check_geometry(launch.grid, launch.block, launch.shared_bytes, device)
         except ValueError as error:
             asked = ", ".join(f"{name} {value}" for name, value in dims.items())
-            raise CheckpointError(path, f"the {side}'s attention ({asked}) is too large here: {error}") from None
+            raise CheckpointError(path, f"the {side}'s {op.spec.name} ({asked}) is too large here: {error}") from None
+
+
+def largest_launches(shape: ModelShape) -> Iterator[tuple[str, Op, dict[str, int]]]:
+    """Yield every kernel that a model launches, with the side it is for and its integer arguments at the limits."""
+    config, limits = shape.config, shape.limits
+    d, wide = config.d_model, shape.kv_width
+    embedded = {"width": d, "vocab": shape.vocab, "position_count": shape.position_count}
+    whole, last_layer = {"src_stride": wide, "offset": 0}, {"src_stride": 3 * d, "offset": wide - 2 * d}
+    for side, rows in (("encoder", limits.encoder_tokens), ("decoder", shape.decoder_rows)):
+        yield side, EMBED, {"rows": rows, **embedded}
+        yield side, LAYER_NORM, {"rows": rows, "width": d}
+    some = min(limits.encoder_tokens, CROSS_KV_ROWS)
+    yield "encoder", KV_SCATTER, {"rows": some, "width": wide, **whole, "kv_stride": wide}
+    yield "decoder", KV_SCATTER, {"rows": shape.decoder_rows, "width": 2 * d, **last_layer, "kv_stride": wide}
+    yield (
+        "encoder",
+        PACKED_ATTENTION,
+        {
+            "tokens": limits.encoder_tokens,
+            "offset_count": limits.max_batch + 1,
+            "longest": limits.max_source_len,
+            "heads": config.encoder_attention_heads,
+            "head_dim": config.encoder_head_dim,
+            "stride": 3 * d,
+        },
+    )
+    yield (
+        "decoder",
+        DECODE_ATTENTION,
+        {
+            "rows": shape.decoder_rows,
+            "heads": config.decoder_attention_heads,
+            "head_dim": config.decoder_head_dim,
+            "q_stride": 3 * d,
+            "k_offset": wide - 2 * d,
+            "v_offset": wide - d,
+            "kv_stride": wide,
+        },
+    )
+    yield "output", ARGMAX, {"rows": shape.logits_rows, "vocab": shape.vocab, "stride": shape.logits_stride}
 
 
 def plan_memory(shape: ModelShape) -> MemoryPlan:

@@ -103,6 +103,47 @@ def test_the_largest_fitting_value_infinities_and_nans_pass() -> None:
     np.testing.assert_array_equal(convert(array, "f16"), np.array([65504, -65504, np.inf, -np.inf, np.nan], np.float16))
 
 
+@pytest.mark.parametrize("source", list(FLOAT_DTYPES))
+@pytest.mark.parametrize("target", list(FLOAT_DTYPES))
+def test_into_an_array_that_is_given(source: str, target: str) -> None:
+    """More than two blocks, the last one short; NaNs and infinities come through. The input is left alone."""
+    values = np.random.default_rng(8).standard_normal((3, 50_001)).astype(FLOAT_DTYPES[source])
+    values[0, 0], values[1, 40_000], values[2, -1] = np.nan, np.inf, -np.inf
+    before = values.tobytes()
+    values.setflags(write=False)
+    out = np.full(values.shape, 77, FLOAT_DTYPES[target])
+    assert convert(values, target, out=out) is out
+    assert values.tobytes() == before
+    expected = convert(values, target)
+    assert out.tobytes() == expected.tobytes()
+    finite = np.isfinite(values.astype(np.float32))
+    got, exact = out[finite].astype(np.float64), values[finite].astype(np.float64)
+    assert np.abs(got - exact).max() <= 2**-8 * np.abs(exact).max()  # the unit roundoff of bfloat16
+    assert np.isnan(float(out[0, 0]))
+    assert (float(out[1, 40_000]), float(out[2, -1])) == (np.inf, -np.inf)
+
+
+@pytest.mark.parametrize("place", [0, 65_535, 65_536, 131_072, 140_000])
+@pytest.mark.parametrize(
+    ("value", "source", "target"), [(-1e6, "f32", "f16"), (-3.4e38, "f32", "bf16"), (1e6, "bf16", "f16")]
+)
+def test_overflow_is_found_in_every_block(place: int, value: float, source: str, target: str) -> None:
+    values = np.zeros(140_001, FLOAT_DTYPES[source])
+    values[7] = np.inf
+    values[70_000] = np.nan
+    values[place] = value
+    with pytest.raises(CheckpointError, match=r": 1 finite values do not fit in"):
+        convert(values, target)
+
+
+@pytest.mark.parametrize(
+    "out", [np.empty(4, np.float16), np.empty((2, 2), np.float32), np.empty((2, 3, 1), np.float16)[:, :2, 0]]
+)
+def test_an_array_that_does_not_fit_is_refused(out: NDArray[Any]) -> None:
+    with pytest.raises(InvalidInput, match="out: expected contiguous float16"):
+        convert(np.zeros((2, 2), np.float32), "f16", out=out)
+
+
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(InvalidInput, match="dtype: expected one of f32, f16, bf16, got f64"):
         convert(np.ones(1, np.float32), "f64")

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from metrale.cli import doctor, driver, libraries, main, packages
-from metrale.cli.findings import NO_CUDA_BACKEND, Finding, judge, verdicts
+from gpu_runtime.host import HostBackend
+from metrale.cli import doctor, driver, gpu_check, libraries, main, packages
+from metrale.cli.finding import Finding
+from metrale.cli.findings import judge, verdicts
 from metrale.cli.isolate import Answer, ask_all
 
 ROOT = Path(__file__).parents[2]
@@ -57,10 +59,26 @@ def test_the_report_for_people_ends_with_the_verdicts(capsys: pytest.CaptureFixt
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[-2] == "host: ready"
-    assert lines[-1].startswith("cuda: not available: ")
-    assert lines[-1].endswith(NO_CUDA_BACKEND)
+    assert lines[-1].startswith(("cuda: not available: ", "cuda: ready"))  # as the machine is
     assert "NVIDIA driver" in out
     assert err == ""
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_works_is_found_to_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"]["cuda"].startswith("ready")
+    trial = report["probes"]["gpu"]["data"]
+    assert trial["name"] in {one["name"] for one in report["probes"]["driver"]["data"]["devices"]}
+    assert {one["state"] for one in report["findings"] if one["name"] in ("NVRTC", "cuBLASLt")} == {"ok"}
+
+
+@pytest.mark.gpu
+def test_the_trial_reports_small_errors() -> None:
+    report = gpu_check.probe()
+    assert 0 < report["layer_norm_error"] < 2e-6
+    assert 0 < report["product_error"] < 1e-3
 
 
 def test_a_host_that_does_not_work_is_exit_code_3(
@@ -72,6 +90,9 @@ def test_a_host_that_does_not_work_is_exit_code_3(
     out = capsys.readouterr().out
     assert "host: not ready: unknown: packages; problem: host backend" in out
     assert "unknown  NVIDIA driver: AttributeError" in out
+    assert "problem  CUDA backend: AttributeError" in out
+    unsure = "unknown: NVIDIA driver, packages, NVRTC, cuBLASLt; problem: CUDA backend"
+    assert out.splitlines()[-1] == f"cuda: not available: {unsure}"
 
 
 # isolation
@@ -119,8 +140,8 @@ def test_a_python_that_cannot_be_started_is_an_answer(monkeypatch: pytest.Monkey
 class FakeDriver:
     """libcuda with two devices, or one whose cuInit fails."""
 
-    def __init__(self, init: int = 0, version: int = 12080) -> None:
-        self.init, self.version = init, version
+    def __init__(self, init: int = 0, version: int = 12080, capability: tuple[int, int] = (9, 0)) -> None:
+        self.init, self.version, self.capability = init, version, capability
 
     def cuInit(self, flags: Any) -> int:
         return self.init
@@ -146,7 +167,7 @@ class FakeDriver:
         return 0
 
     def cuDeviceGetAttribute(self, result: Any, attribute: Any, device: Any) -> int:
-        result._obj.value = {16: 132, 75: 9, 76: 0}[attribute.value]
+        result._obj.value = {16: 132, 75: self.capability[0], 76: self.capability[1]}[attribute.value]
         return 0
 
     def cuGetErrorName(self, code: Any, result: Any) -> int:
@@ -183,7 +204,17 @@ def test_driver_without_a_device() -> None:
 def test_driver_too_old() -> None:
     findings = probe_driver(lambda name: FakeDriver(version=11080))
     assert findings[0].state == "problem"
-    assert "11.8: too old" in findings[0].detail
+    assert "11.8: too old for CUDA 12" in findings[0].detail
+    assert "driver 525 or later" in (findings[0].advice or "")
+
+
+def test_a_driver_for_cuda_12_is_too_old_for_the_cupy_of_cuda_13() -> None:
+    answer = Answer(driver.probe(lambda name: FakeDriver()), None)
+    newer = with_packages(cupy=[{"name": "cupy-cuda13x", "version": "14.2.0"}])
+    (finding,) = (one for one in judge({**newer, "driver": answer}) if one.name == "NVIDIA driver")
+    assert finding.state == "problem"
+    assert "12.8: too old for CUDA 13" in finding.detail
+    assert "driver 580 or later" in (finding.advice or "")
 
 
 def test_driver_and_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -216,7 +247,10 @@ def test_requirements_are_those_of_setup_cfg() -> None:
     lines = [line.partition(";")[0].strip() for line in setup["options"]["install_requires"].splitlines()]
     cuda = {f"{name}>={old}" + (f",<{new}" if new else "") for name, (old, new) in packages.CUDA.items()}
     host = {f"{name}>={old}" for name, old in packages.HOST.items()}
-    assert host | cuda | {">=".join(packages.CUPY)} == {line for line in lines if line and not line.startswith("#")}
+    ours = f"cupy-cuda{packages.CUDA_MAJOR}x"
+    assert host | cuda | {f"{ours}>={packages.CUPY[ours]}"} == {
+        line for line in lines if line and not line.startswith("#")
+    }
 
 
 def test_libraries_in_wheels_are_found_ours_first(tmp_path: Path) -> None:
@@ -258,6 +292,15 @@ GOOD = {
     "libraries": Answer(
         {name: {"path": f"lib{name}.so.12", "version": "12.9.1", "error": None} for name in libraries.NAMES}, None
     ),
+    "nvrtc": Answer({"version": [12, 9], "archs": [75, 80, 86, 89, 90, 100]}, None),
+    "cublasLt": Answer({"version": [12, 9, 1]}, None),
+    "gpu": Answer({"name": "GPU 100", "layer_norm_error": 1e-7, "product_error": 2e-4}, None),
+}
+NO_GPU = {
+    **GOOD,
+    "driver": Answer(driver.probe(no_library), None),
+    "cublasLt": Answer(None, "NotSupportedError: CUDA driver is not found"),
+    "gpu": Answer(None, "BackendUnavailable: cuda: no NVIDIA driver here"),
 }
 
 
@@ -267,24 +310,45 @@ def with_packages(**changes: Any) -> dict[str, Answer]:
     return {**GOOD, "packages": Answer({**data, "versions": versions, **changes}, None)}
 
 
+def cuda_of(answers: dict[str, Answer]) -> dict[str, Finding]:
+    return {one.name: one for one in judge(answers) if one.part == "cuda"}
+
+
 def test_all_is_well() -> None:
     findings = judge(GOOD)
     assert [one for one in findings if one.state != "ok" or one.advice] == []
-    assert verdicts(findings) == {"host": "ready", "cuda": f"not available: {NO_CUDA_BACKEND}"}
+    assert verdicts(findings) == {"host": "ready", "cuda": "ready"}
+    assert findings[-1].detail == "GPU 100 computes (relative errors: kernel 1.0e-07, product 2.0e-04)"
+
+
+def test_a_machine_without_a_gpu_lacks_a_driver_and_nothing_else() -> None:
+    """nvmath loads nothing without a driver; the library's file is there all the same, and no trial is reported."""
+    findings = judge(NO_GPU)
+    assert [one.name for one in findings if one.state != "ok"] == ["NVIDIA driver"]
+    assert verdicts(findings) == {"host": "ready", "cuda": "not available: missing: NVIDIA driver"}
+    assert "CUDA backend" not in {one.name for one in findings}
 
 
 @pytest.mark.parametrize(
     ("answers", "name", "state", "advice"),
     [
         (with_packages(cupy=[]), "cupy-cuda12x", "missing", 'pip install "cupy-cuda12x>=13.4"'),
-        (with_packages(cupy=[{"name": "cupy-cuda13x", "version": "14.0"}]), "CuPy", "problem", "uninstall"),
+        (
+            with_packages(cupy=[{"name": "cupy-cuda11x", "version": "13.6"}]),
+            "CuPy",
+            "problem",
+            "uninstall cupy-cuda11x",
+        ),
+        (with_packages(cupy=[{"name": "cupy-rocm-5-0", "version": "13.6"}]), "CuPy", "problem", "uninstall"),
         (with_packages(cupy=[{"name": "cupy-cuda12x", "version": "13.3.9"}]), "cupy-cuda12x", "problem", ">=13.4"),
+        (with_packages(cupy=[{"name": "cupy-cuda13x", "version": "13.5"}]), "cupy-cuda13x", "problem", ">=13.6"),
+        (with_packages(cupy=[{"name": "cupy", "version": "13.3"}]), "cupy", "problem", ">=13.4"),
         (with_packages(versions={"cuda-bindings": "13.0.1"}), "cuda-bindings", "problem", "cuda-bindings>=12.9,<13"),
         (with_packages(versions={"nvmath-python": None}), "nvmath-python", "missing", "nvmath-python>=0.5"),
         (with_packages(versions={"numpy": "1.25.2"}), "numpy", "problem", "numpy>=1.26"),
         ({**GOOD, "driver": Answer(None, "crashed with SIGSEGV")}, "NVIDIA driver", "unknown", None),
-        ({**GOOD, "libraries": Answer(None, "no answer")}, "NVRTC", "unknown", None),
         ({**GOOD, "host": Answer(None, "ImportError: numpy")}, "host backend", "problem", "reinstall"),
+        ({**GOOD, "gpu": Answer(None, "crashed with SIGSEGV")}, "CUDA backend", "problem", None),
     ],
 )
 def test_what_is_wrong_is_named_with_what_to_do(
@@ -293,28 +357,112 @@ def test_what_is_wrong_is_named_with_what_to_do(
     (finding,) = (one for one in judge(answers) if one.name == name)
     assert finding.state == state
     assert (advice is None and finding.advice is None) or (advice or "") in (finding.advice or "")
-    assert f"{state}: {name}" in verdicts(judge(answers))[finding.part]
+    assert re.search(f"{state}: [^;]*{name}", verdicts(judge(answers))[finding.part])
 
 
-@pytest.mark.parametrize(("version", "path", "state"), [(None, None, "missing"), ("13.0.0", "x.so.13", "problem")])
-def test_a_missing_or_foreign_library(version: str | None, path: str | None, state: str) -> None:
-    data = {**(GOOD["libraries"].data or {}), "cublas": {"path": path, "version": version, "error": "not found"}}
-    (finding,) = (one for one in judge({**GOOD, "libraries": Answer(data, None)}) if one.name == "cuBLAS")
-    assert (finding.state, finding.advice) == (state, 'pip install "metrale[cuda12]"')
+def test_what_works_all_the_same_is_ready_with_a_reservation() -> None:
+    two = [{"name": f"cupy-cuda{major}x", "version": "14.2"} for major in (12, 13)]
+    assert verdicts(judge(with_packages(cupy=two)))["cuda"] == "ready, but problem: CuPy"
+    broken = {**with_packages(cupy=two), "gpu": Answer(None, "ImportError: cupy")}
+    assert verdicts(judge(broken))["cuda"] == "not available: problem: CuPy, CUDA backend"
+
+
+def test_the_cupy_of_cuda_13_goes_with_the_bindings_and_the_compiler_of_cuda_13() -> None:
+    newer = with_packages(cupy=[{"name": "cupy-cuda13x", "version": "14.2.0"}], versions={"cuda-bindings": "13.0.3"})
+    newer["driver"] = Answer(driver.probe(lambda name: FakeDriver(version=13000)), None)
+    newer["nvrtc"] = Answer({"version": [13, 0], "archs": [90]}, None)
+    assert verdicts(judge(newer))["cuda"] == "ready"
+    assert cuda_of(newer)["NVRTC"].detail == "13.0"  # the file that was found is another one's
+    mixed = cuda_of({**newer, "nvrtc": GOOD["nvrtc"]})["NVRTC"]
+    assert (mixed.state, mixed.advice) == ("problem", "pip install nvidia-cuda-nvrtc")
+    assert mixed.detail == "12.9 (libnvrtc.so.12): expected 13, which CuPy is made for"
+
+
+@pytest.mark.parametrize("name", ["nvrtc", "cublasLt"])
+def test_a_library_that_is_missing_or_does_not_load(name: str) -> None:
+    title = {"nvrtc": "NVRTC", "cublasLt": "cuBLASLt"}[name]
+    absent = Answer(
+        {**(GOOD["libraries"].data or {}), name: {"path": None, "version": None, "error": "not found"}}, None
+    )
+    failed = {**GOOD, name: Answer(None, "OSError: undefined symbol")}
+    finding = cuda_of(failed)[title]
+    assert finding.state == "problem"
+    assert re.search(r"12\.9\.1 \(lib.*, but (CuPy|nvmath) cannot load it: OSError: undefined symbol", finding.detail)
+    finding = cuda_of({**failed, "libraries": absent})[title]
+    assert (finding.state, finding.detail, finding.advice) == ("missing", "not found", 'pip install "metrale[cuda12]"')
+    finding = cuda_of({**failed, "libraries": Answer(None, "no answer")})[title]
+    assert (finding.state, finding.detail) == ("unknown", "OSError: undefined symbol; no answer")
+
+
+def test_a_library_newer_than_the_driver_serves() -> None:
+    answers = {**GOOD, "cublasLt": Answer({"version": [13, 1, 0]}, None)}
+    finding = cuda_of(answers)["cuBLASLt"]
+    assert (finding.state, finding.detail) == ("problem", "13.1.0: the driver serves CUDA up to 12.8")
+    answers["driver"] = Answer(driver.probe(lambda name: FakeDriver(version=13000)), None)
+    assert cuda_of(answers)["cuBLASLt"].state == "ok"
+    answers["cublasLt"] = Answer({"version": [11, 8, 0]}, None)
+    assert "expected 12 or later" in cuda_of(answers)["cuBLASLt"].detail
+
+
+def test_an_old_library_is_a_problem_without_a_driver_too() -> None:
+    files = {**(GOOD["libraries"].data or {}), "cublasLt": {"path": "x.so.11", "version": "11.5.1", "error": None}}
+    finding = cuda_of({**NO_GPU, "libraries": Answer(files, None)})["cuBLASLt"]
+    assert (finding.state, finding.detail) == ("problem", "11.5.1 (x.so.11): expected 12 or later")
+
+
+def test_a_compiler_that_does_not_know_the_device() -> None:
+    newest = {**GOOD, "driver": Answer(driver.probe(lambda name: FakeDriver(capability=(12, 1))), None)}
+    finding = cuda_of(newest)["NVRTC"]
+    assert finding.state == "problem"
+    assert finding.detail.endswith("too old for device 0, which has compute capability 12.1")
 
 
 def test_an_old_device_and_none() -> None:
     data = GOOD["driver"].data or {}
     old = {**data, "devices": [{**data["devices"][0], "compute_capability": [7, 5]}]}
-    (finding,) = (one for one in judge({**GOOD, "driver": Answer(old, None)}) if one.name == "device 0")
+    finding = cuda_of({**GOOD, "driver": Answer(old, None)})["device 0"]
     assert finding.state == "problem"
-    (finding,) = (
-        one for one in judge({**GOOD, "driver": Answer({**data, "devices": []}, None)}) if one.name == "device"
-    )
-    assert finding.state == "missing"
+    assert finding.detail.endswith("expected compute capability 8.0 or later")
+    assert cuda_of({**GOOD, "driver": Answer(old, None)})["NVRTC"].state == "ok"  # it is not the compiler's fault
+    none = cuda_of({**GOOD, "driver": Answer({**data, "devices": []}, None)})
+    assert none["device"].state == "missing"
+    assert "CUDA backend" not in none
 
 
 def test_a_mac_is_not_told_to_install_a_driver() -> None:
     findings = judge({**with_packages(system="Darwin"), "driver": Answer(driver.probe(no_library), None)})
     cuda = [one for one in findings if one.part == "cuda"]
     assert [(one.state, one.advice) for one in cuda] == [("missing", None)]
+
+
+# the trial of a GPU, whose body runs on any backend
+
+
+@pytest.mark.parametrize("attempt", [gpu_check.try_kernel, gpu_check.try_product])
+def test_a_trial_leaves_nothing_behind(attempt: Callable[[HostBackend], float]) -> None:
+    with HostBackend() as gpu:
+        assert 0 < attempt(gpu) < 1e-3
+        assert gpu.live_alloc_count() == 0
+
+
+class Wrong(HostBackend):
+    """A device that stores a wrong number, or none at all."""
+
+    value: float = 0.0
+
+    def copy_d2h_on_stream(self, src: int, dst: Any, stream: Any = 0) -> None:
+        super().copy_d2h_on_stream(src, dst, stream)
+        dst.reshape(-1)[7] = self.value
+
+    def copy_d2h(self, src: int, dst: Any) -> None:
+        self.copy_d2h_on_stream(src, dst)
+
+
+@pytest.mark.parametrize("attempt", [gpu_check.try_kernel, gpu_check.try_product])
+@pytest.mark.parametrize("value", [0.0, float("nan"), 1e3])
+def test_a_trial_notices_one_wrong_number(attempt: Callable[[HostBackend], float], value: float) -> None:
+    with Wrong() as gpu:
+        gpu.value = value
+        with pytest.raises(RuntimeError, match="expected a relative error of at most"):
+            attempt(gpu)
+        gpu.sweep_unreleased()

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import metrale
+from gpu_runtime.host import HostBackend
+from gpu_runtime.limits import Limits
 from metrale.cli import main
 from metrale.demo import demo_model_path
 
@@ -19,7 +23,7 @@ DEMO = demo_model_path()
 def test_the_demo_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     limits = {"max_batch": 4, "max_source_len": 64, "max_new_tokens": 32}
     options = [text for name, value in limits.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    assert main(["inspect", "--model", str(DEMO), "--json", "--dtype", "float16", *options]) == 0
+    assert main(["inspect", "--model", str(DEMO), "--json", "--device", "host", "--dtype", "float16", *options]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert err == ""
@@ -38,6 +42,42 @@ def test_the_demo_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "workspace": plan.workspace,
         "total": plan.total,
     }
+
+
+class Gpu(HostBackend):
+    """Says that it is a GPU, whose products run best with some workspace."""
+
+    def kind(self) -> Any:
+        return "cuda"
+
+    def name(self) -> str:
+        return "a GPU"
+
+    def limits(self) -> Limits:
+        return replace(super().limits(), compute_capability=(9, 0), gemm_workspace_bytes=32 << 20)
+
+
+def test_the_plan_is_for_the_device_that_would_be_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def open_fake(name: str) -> Gpu:
+        asked.append(name)
+        return Gpu()
+
+    monkeypatch.setattr("metrale.cli.inspect.open_backend", open_fake)
+    monkeypatch.setenv("METRALE_DEVICE", "cuda:3")
+    assert main(["inspect", "--model", str(DEMO), "--json", "--max-batch", "4"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert asked == ["cuda:3"]
+    assert (report["device"]["kind"], report["device"]["name"], report["dtype"]) == ("cuda", "a GPU", "bfloat16")
+    on_host = metrale.memory_plan(DEMO, "host", "bfloat16", max_batch=4)
+    assert report["memory"]["workspace"] == on_host.workspace + (32 << 20)
+    assert report["memory"]["kv"] == on_host.kv
+    assert main(["inspect", "--model", str(DEMO), "--device", "cuda"]) == 0
+    assert "device:      a GPU, " in capsys.readouterr().out
+    assert asked[1:] == ["cuda"]
 
 
 def test_the_demo_model_for_people(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +102,8 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["inspect", "--model", "no/such"], 3, "no/such"),
         (["inspect", "--max-batch", "-1"], 2, "--max-batch: expected an int of at least 1, got -1"),
-        (["inspect", "--device", "cuda"], 3, "no CUDA backend yet"),
+        (["inspect", "--device", "cuda:99"], 3, "cuda"),
+        (["inspect", "--device", "cuda:x"], 2, "--device: expected auto, host, cuda or cuda:N, got 'cuda:x'"),
         (["--debug"], 2, "COMMAND (see metrale --help)"),
         (["bench"], 2, "'bench'"),
     ],
