@@ -18,14 +18,17 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def describe(*packages: str) -> dict[str, Any]:
-    """Return the processor, the versions of the named packages, and the commit (marked when the tree has changes)."""
+def describe(*packages: str, commit: str | None = None) -> dict[str, Any]:
+    """Return the processor, the versions of the named packages, and the commit (marked when the tree has changes).
+
+    ``commit`` says it where git cannot.
+    """
     return {
         "cpu": _cpu(),
         "cores": usable_cores(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
-        "commit": _commit(),
+        "commit": commit or _commit(),
     }
 
 
@@ -46,7 +49,12 @@ def _version(name: str) -> str | None:
 
 def _commit() -> str:
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        try:
+            done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        except OSError:  # there is no git
+            return ""
+        return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "gpu_runtime", "metrale", "benchmarks/*.py")
+    measured = ("gpu_runtime", "metrale", "kernels", "benchmarks/*.py")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *measured)
     return (git("rev-parse", "HEAD") or "unknown") + ("+changes" if changed else "")

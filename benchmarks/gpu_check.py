@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Whether what is about to be timed is right.
+
+Random tokens are fed to two sequences, and their logits are kept. They must be finite, about the same in a batch of any
+size that is timed, and close to a float32 run of the same checkpoint on the same device; each peer compares them with
+its own afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import metrale
+from benchmarks.gpu_decode import Batch
+from benchmarks.peers.protocol import CHECK_SOURCES, TOLERANCE, Array, difference, forced_ids
+from gpu_runtime import DevicePtr, GpuBackend, dtypes
+from metrale.nllb.model import NllbModel
+
+MOST_FLOAT32_BYTES = 4 << 30
+"""Weights in float32 up to which the float32 run is made: for larger ones, loading takes longer than all the rest."""
+
+
+def forced_logits(model: NllbModel, size: int = CHECK_SOURCES) -> Array:
+    """Return the logits of the first two sequences of a batch, after the language and after each forced token.
+
+    Returns
+    -------
+    ndarray
+        float32 ``[sequences, steps, vocab]``; one sequence when the batch has no more.
+    """
+    shown = min(size, CHECK_SOURCES)
+    lanes = [forced_ids(model.vocab_size())[lane % CHECK_SOURCES] for lane in range(size)]
+    with Batch(model, size) as batch:
+        steps = [_rows(model, batch.prefill(), shown)]
+        steps += [_rows(model, batch.decode(list(tokens)), shown) for tokens in zip(*lanes, strict=True)]
+    return np.stack(steps, axis=1)
+
+
+def _rows(model: NllbModel, first: DevicePtr, count: int) -> Array:
+    step = model.logits_row_bytes()
+    return np.stack([model.copy_logits_to_host(first.offset(row * step)) for row in range(count)])
+
+
+def compare(ours: Array, theirs: Array, dtype: str) -> dict[str, Any]:
+    """Return how far two systems' logits are apart, and whether that may be."""
+    error = difference(ours, theirs)
+    return {
+        "largest_relative_difference": float(f"{error:.3g}"),
+        "tolerance": TOLERANCE[dtype],
+        "same_likeliest": f"{int((ours.argmax(-1) == theirs.argmax(-1)).sum())} of {ours[..., 0].size}",
+        "passed": error <= TOLERANCE[dtype],
+    }
+
+
+def check(
+    model: NllbModel, folder: Path, gpu: GpuBackend, dtype: str, limits: Mapping[str, int], batches: Sequence[int]
+) -> dict[str, Any]:
+    """Keep the model's logits as ``logits.npz`` in the folder, for the peers, and judge them.
+
+    Returns
+    -------
+    dict
+        ``finite``; ``batches``: the same sequences among others, for each batch size that is timed; ``float32``, absent
+        when the weights are too large for it; and ``passed``, whether all of them are well.
+    """
+    ours = forced_logits(model)
+    np.savez(folder / "logits.npz", logits=ours)
+    found: dict[str, Any] = {
+        "finite": bool(np.isfinite(ours).all()),
+        "batches": {
+            str(size): compare(forced_logits(model, size), ours[: min(size, CHECK_SOURCES)], dtype) for size in batches
+        },
+    }
+    itemsize = dtypes.itemsize(dtypes.short_name(dtype))
+    if model.memory_plan().weights * 4 // itemsize <= MOST_FLOAT32_BYTES:
+        with metrale.load(folder, gpu, "float32", **{**limits, "max_batch": CHECK_SOURCES}) as exact:
+            found["float32"] = compare(ours, forced_logits(exact), dtype)
+    parts = [*found["batches"].values(), *([found["float32"]] if "float32" in found else [])]
+    found["passed"] = found["finite"] and all(part["passed"] for part in parts)
+    return found

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Tables in Markdown from the JSON of `benchmarks.gpu_speed`: `python -m benchmarks.gpu_report FILE [--ops]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Report = Mapping[str, Any]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, its columns aligned; all but the first are numbers."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])], *rows]
+    return "\n".join(
+        f"| {' | '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])} |" for line in lines
+    )
+
+
+def number(value: float | None) -> str:
+    """Return a figure with three significant digits, or as a whole number; a dash for none."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def ranged(values: Mapping[str, float] | None) -> str:
+    """Return ``median [least..most]``."""
+    if values is None:
+        return "-"
+    return f"{number(values['median'])} [{number(values['min'])}..{number(values['max'])}]"
+
+
+def median(values: Mapping[str, float] | None) -> float | None:
+    return None if values is None else values["median"]
+
+
+def found(report: Any, *path: str) -> Any:
+    """Return what lies at a path of keys, or None where one of them is missing."""
+    for key in path:
+        if not isinstance(report, Mapping) or key not in report:
+            return None
+        report = report[key]
+    return report
+
+
+def cases(report: Report) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield shape, batch and case for each shape and batch that anybody has measured."""
+    peers = found(report, "peers") or {}
+    for shape, entry in report["shapes"].items():
+        names = [*(found(entry, "cases") or {})]
+        for peer in peers.values():
+            names += [name for name in found(peer, "shapes", shape, "cases") or {} if name not in names]
+        for name in sorted(names, key=int):
+            yield shape, name, found(entry, "cases", name) or {}
+
+
+def steps_table(report: Report) -> str:
+    """Milliseconds of a decode step, beside the peers' and the floor."""
+    rows = []
+    for shape, batch, case in cases(report):
+        peers = {
+            name: found(report, "peers", name, "shapes", shape, "cases", batch, "step_ms")
+            for name in ("ctranslate2", "transformers")
+        }
+        ours = found(case, "wall", "step_ms")
+        theirs = median(peers["ctranslate2"])
+        rows.append(
+            [
+                f"{shape} batch {batch}",
+                ranged(ours),
+                ranged(found(case, "device", "step_device_ms")),
+                number(median(found(case, "wall", "host_enqueue_ms"))),
+                number(found(case, "decode", "graph_ms")),
+                number(found(case, "decode", "floor_ms")),
+                ranged(peers["ctranslate2"]),
+                ranged(peers["transformers"]),
+                number(theirs / ours["median"] if theirs and ours else None),
+                number(found(case, "wall", "tokens_per_s")),
+            ]
+        )
+    header = ["ms per decode step", "metrale", "device alone", "host enqueues", "as one graph", "floor", "CTranslate2"]
+    return table([*header, "transformers", "CTranslate2 / metrale", "tokens/s"], rows)
+
+
+def prefill_table(report: Report) -> str:
+    """Milliseconds until the first token, beside the peers', and of the encoder alone."""
+    rows = []
+    for shape, batch, case in cases(report):
+        peers = {
+            name: found(report, "peers", name, "shapes", shape, "cases", batch, "one_token_ms")
+            for name in ("ctranslate2", "transformers")
+        }
+        rows.append(
+            [
+                f"{shape} batch {batch}",
+                ranged(found(case, "wall", "one_token_ms")),
+                number(median(found(case, "device", "prefill_device_ms"))),
+                number(found(case, "encoder", "graph_ms")),
+                number(found(case, "encoder", "floor_ms")),
+                number(median(peers["ctranslate2"])),
+                number(median(peers["transformers"])),
+            ]
+        )
+    for shape, entry in report["shapes"].items():
+        long = found(entry, "encoder_64x64")
+        if long:
+            graph, floor = number(long["graph_ms"]), number(long["floor_ms"])
+            rows.append([f"{shape} encoder, 64 x 64 tokens", "-", "-", graph, floor, "-", "-"])
+    header = ["ms", "metrale, first token", "device alone", "encoder as one graph", "encoder floor"]
+    return table([*header, "CTranslate2, first token", "transformers, first token"], rows)
+
+
+def ops_table(part: Mapping[str, Any]) -> str:
+    """Where the time of one pass goes."""
+    rows = [
+        [
+            row["op"],
+            str(row["rows"]),
+            str(row["calls"]),
+            number(row["us"]),
+            number(row["us"] * row["calls"]),
+            number(row["floor_us"]),
+            number(row["ratio"]),
+            number((row["weight_bytes"] + row["activation_bytes"] + row["kv_bytes"]) / 1e6),
+            number(row["flop"] / 1e9),
+        ]
+        for row in sorted(part["ops"], key=lambda row: -row["us"] * row["calls"])
+    ]
+    header = ["op", "rows", "calls", "us each", "us in all", "floor us", "ratio", "MB each", "GFLOP each"]
+    sums = (
+        f"{part['launches']} launches; sum of ops {number(part['sum_of_ops_ms'])} ms, as one graph "
+        f"{number(part['graph_ms'])} ms, sum of floors {number(part['floor_ms'])} ms."
+    )
+    return f"{table(header, rows)}\n\n{sums}"
+
+
+def ops_tables(report: Report) -> str:
+    """Where the time of every pass goes."""
+    parts = []
+    for shape, batch, case in cases(report):
+        for part, title in (("decode", "decode step"), ("encoder", "encoder")):
+            if part in case:
+                parts.append(f"### {shape}, batch {batch}: {title}\n\n{ops_table(case[part])}")
+    for shape, entry in report["shapes"].items():
+        if "encoder_64x64" in entry:
+            parts.append(f"### {shape}: encoder, 64 x 64 tokens\n\n{ops_table(entry['encoder_64x64'])}")
+    return "\n\n".join(parts)
+
+
+def summary(report: Report) -> str:
+    """Both comparisons, and what went wrong."""
+    problems = "".join(f"\n- {problem}" for problem in report["problems"])
+    parts = [steps_table(report), prefill_table(report), *([f"Problems:{problems}"] if problems else [])]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--ops", action="store_true", help="also where the time of each pass goes")
+    options = parser.parse_args()
+    report = json.loads(options.file.read_text(encoding="utf-8"))
+    print(summary(report) + (f"\n\n{ops_tables(report)}" if options.ops else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Speed on a GPU beside CTranslate2 and transformers, on the real models' shapes with random weights.
+
+    python -m benchmarks.gpu_speed --out gpu_speed.json
+
+runs where a GPU is; the peers run if they are installed (`--peers none` leaves them out). Each shape is written as a
+checkpoint, loaded, checked, and timed: encoder and prefill, decode steps, how much of them is the host's, and every
+kind of launch against its floor. Then each peer loads the same checkpoint in a process of its own, compares its logits
+with ours, and is timed by the same protocol (`benchmarks.peers.protocol`). The JSON is written as the run goes on, so a
+run that is cut short keeps what it has. The exit status is 1 when anything went wrong; `problems` says what.
+
+`--device host --only tiny --peers none` goes through all of it on a machine without a GPU; its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import metrale
+from benchmarks import gpu_report
+from benchmarks.gpu_check import check
+from benchmarks.gpu_decode import Batch, Busy, device_times, wall_times
+from benchmarks.gpu_floors import FLOP_PER_S, READ_BYTES_PER_S
+from benchmarks.gpu_ops import breakdown, passes, recording
+from benchmarks.gpu_timing import Clock, Reader, ceilings, open_device
+from benchmarks.machine import describe
+from benchmarks.peers import runner
+from benchmarks.peers.protocol import CHECK_SOURCES, NEW_TOKENS, SOURCE_TOKENS
+from benchmarks.shapes import SHAPES, parameters, write_checkpoint
+from gpu_runtime import GpuBackend, dtypes
+from metrale.nllb.model import NllbModel
+
+LONG_BATCH, LONG_SOURCE = 64, 64
+READER_BYTES: Final = {"cuda": 4 << 30, "host": 1 << 20}
+SMI_FIELDS: Final = (
+    "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,"
+    "power.limit,temperature.gpu,pstate"
+)
+PEER_SECONDS: Final = {"ctranslate2": 110.0, "transformers": 150.0}
+PEER_REPEATS: Final = {"ctranslate2": 5, "transformers": 3}
+
+
+class Run:
+    """One run: its options, what it found so far, and how long it has been going on."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.start = time.perf_counter()
+        self.report: dict[str, Any] = {
+            "benchmark": "gpu_speed",
+            "protocol": {
+                "source_tokens": SOURCE_TOKENS,
+                "new_tokens": NEW_TOKENS,
+                "step": "(total of 64 tokens - total of 1) / 63",
+                "dtype": options.dtype,
+                "weights": "random",
+            },
+            "floors": {"read_bytes_per_s": READ_BYTES_PER_S, "flop_per_s": FLOP_PER_S},
+            "machine": describe("metrale", "numpy", *GPU_PACKAGES, commit=options.commit),
+            "shapes": {},
+            "peers": {},
+            "problems": [],
+        }
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    def say(self, text: str) -> None:
+        """Print a line of progress."""
+        print(f"[{self.seconds:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def problem(self, text: str) -> None:
+        """Keep what went wrong."""
+        self.report["problems"].append(text)
+        self.say(f"PROBLEM: {text}")
+
+    def save(self) -> None:
+        """Write the JSON as it is now."""
+        self.report["seconds"] = round(self.seconds, 1)
+        if self.options.out is not None:
+            self.options.out.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+
+
+GPU_PACKAGES: Final = ("cupy-cuda12x", "cupy-cuda13x", "nvmath-python", "nvidia-cublas", "nvidia-cublas-cu12")
+
+
+def describe_gpu(gpu: GpuBackend) -> dict[str, Any]:
+    """Return what the device is, and what nvidia-smi reads of it now."""
+    found: dict[str, Any] = {
+        "kind": gpu.kind(),
+        "name": gpu.name(),
+        "sm_count": gpu.sm_count(),
+        "memory_bytes": gpu.total_memory(),
+    }
+    return found | {"nvidia_smi": read_smi()} if gpu.kind() == "cuda" else found
+
+
+def read_smi() -> dict[str, str]:
+    """Return clocks and the like as nvidia-smi reads them, or why it does not."""
+    command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"error": str(error)}
+    values = done.stdout.splitlines()[0].split(",")
+    return {name: value.strip() for name, value in zip(SMI_FIELDS.split(","), values, strict=False)}
+
+
+def measure_case(run: Run, model: NllbModel, size: int, clock: Clock, reader: Reader, busy: Busy) -> dict[str, Any]:
+    """Time one batch size: whole generations, the device alone, and each kind of launch."""
+    options = run.options
+    case: dict[str, Any] = {"wall": wall_times(model, size, options.repeats)}
+    if not case["wall"]["same_tokens_each_time"]:
+        run.problem(f"batch {size}: equal calls chose different tokens")
+    host = case["wall"]["host_enqueue_ms"]["median"]
+    case["device"] = device_times(model, size, clock, busy, host, options.repeats)
+    with Batch(model, size) as batch:
+        with recording(model.gpu) as prefill:
+            tokens = batch.choose(batch.prefill())
+        case["launches_per_prefill"] = prefill.counts()
+        if not options.no_ops:
+            case["encoder"] = breakdown(clock, reader, passes(prefill.calls)[0], options.op_repeats)
+            tokens = batch.choose(batch.prefill())
+        for _ in range(NEW_TOKENS // 2):
+            tokens = batch.choose(batch.decode(tokens))
+        with recording(model.gpu) as step:
+            batch.choose(batch.decode(tokens))
+        case["launches_per_step"] = step.counts()
+        if prefill.unseen() or step.unseen():
+            run.problem(f"batch {size}: {prefill.unseen() + step.unseen()} launches are in no breakdown")
+        if not options.no_ops:
+            case["decode"] = breakdown(clock, reader, step.calls, options.op_repeats)
+    return case
+
+
+def measure_shape(run: Run, name: str, folder: Path, gpu: GpuBackend, clock: Clock, reader: Reader) -> None:
+    """Load, check and time one checkpoint."""
+    options, entry = run.options, run.report["shapes"][name]
+    limits = {
+        "max_batch": max(*options.batches, CHECK_SOURCES),
+        "max_source_len": LONG_SOURCE,
+        "max_new_tokens": NEW_TOKENS + 2,
+    }
+    start = time.perf_counter()
+    with metrale.load(folder, gpu, options.dtype, **limits) as model:
+        seconds = time.perf_counter() - start
+        entry["load"] = {"s": round(seconds, 3), "gb_per_s": round(entry["checkpoint"]["bytes"] / seconds / 1e9, 2)}
+        plan = model.memory_plan()
+        entry["memory_bytes"] = {part: getattr(plan, part) for part in ("weights", "kv", "logits", "workspace")}
+        run.say(f"{name}: loaded in {seconds:.2f} s")
+        entry["check"] = check(model, folder, gpu, options.dtype, limits, options.batches)
+        run.say(f"{name}: check {entry['check']}")
+        if not entry["check"]["passed"]:
+            run.problem(f"{name}: the logits are wrong, so nothing was timed: {entry['check']}")
+            return
+        busy = Busy(clock, reader)
+        for size in options.batches:
+            case = entry["cases"][str(size)] = measure_case(run, model, size, clock, reader, busy)
+            step, device = case["wall"]["step_ms"]["median"], case["device"]["step_device_ms"]["median"]
+            run.say(f"{name} batch {size}: step {step:.3f} ms, device alone {device:.3f} ms")
+            run.save()
+        if max(options.batches) >= LONG_BATCH and not options.no_ops:
+            with Batch(model, LONG_BATCH, LONG_SOURCE) as batch:
+                with recording(gpu) as prefill:
+                    batch.choose(batch.prefill())
+                entry["encoder_64x64"] = breakdown(clock, reader, passes(prefill.calls)[0], options.op_repeats)
+        if gpu.kind() == "cuda":
+            entry["nvidia_smi_after"] = read_smi()
+        damaged = [str(block) for block in gpu.scan_redzones()]
+        if damaged:
+            run.problem(f"{name}: bytes were written beside {damaged}")
+
+
+def measure_ours(run: Run, folders: dict[str, Path]) -> None:
+    """Write each checkpoint, and measure metrale on it."""
+    options = run.options
+    with open_device(options.device) as gpu:
+        run.report["device"] = describe_gpu(gpu)
+        run.say(f"device: {run.report['device']}")
+        clock = Clock(gpu)
+        with Reader(gpu, READER_BYTES[gpu.kind()]) as reader:
+            run.report["ceilings"] = ceilings(clock, reader, dtypes.short_name(options.dtype), options.repeats)
+            run.say(f"ceilings: {run.report['ceilings']}")
+            for name, folder in folders.items():
+                start = time.perf_counter()
+                size = write_checkpoint(folder, SHAPES[name], options.dtype)
+                seconds = round(time.perf_counter() - start, 2)
+                run.report["shapes"][name] = {
+                    "parameters": parameters(SHAPES[name]),
+                    "checkpoint": {"bytes": size, "write_s": seconds, "folder": str(folder.parent)},
+                    "cases": {},
+                }
+                run.say(f"{name}: wrote {size / 1e9:.2f} GB in {seconds} s")
+                try:
+                    measure_shape(run, name, folder, gpu, clock, reader)
+                except Exception as error:
+                    traceback.print_exc()
+                    run.problem(f"{name}: {type(error).__name__}: {error}"[:2000])
+                run.save()
+        clock.close()
+
+
+def measure_peers(run: Run, folders: dict[str, Path]) -> None:
+    """Run each peer on all checkpoints, in what is left of the time."""
+    options = run.options
+    if not folders:
+        run.problem("the peers were not run: metrale gave them nothing to compare with")
+        return
+    for name in options.peers:
+        arguments = [
+            *(f"{shape}={folder}" for shape, folder in folders.items()),
+            *("--device", "cpu" if options.device == "host" else "cuda"),
+            *("--dtype", options.dtype, "--batches", ",".join(map(str, options.batches)), "--check"),
+            *("--repeats", str(min(PEER_REPEATS[name], options.repeats))),
+        ]
+        seconds = min(PEER_SECONDS[name], options.seconds - run.seconds)
+        run.say(f"{name}: at most {seconds:.0f} s")
+        result = run.report["peers"][name] = runner.run(name, arguments, seconds)
+        for error in result["errors"]:
+            run.problem(f"{name}: {error}")
+        for shape, entry in result["shapes"].items():
+            if not entry.get("check", {}).get("passed", False):
+                run.problem(f"{name}, {shape}: its logits are not compared with ours, or differ: {entry.get('check')}")
+        run.save()
+
+
+def work_folder(shapes: Sequence[str], dtype: str, given: Path | None) -> Path:
+    """Return where to put checkpoints: the folder given, else memory when all of them fit there, else the disk."""
+    if given is not None:
+        return given
+    itemsize = dtypes.itemsize(dtypes.short_name(dtype))
+    sizes = [parameters(SHAPES[name]) * itemsize for name in shapes]
+    memory = Path("/dev/shm")
+    if memory.is_dir() and shutil.disk_usage(memory).free > 1.1 * (sum(sizes) + max(sizes)):  # one is converted
+        return memory
+    return Path(tempfile.gettempdir())
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the JSON here")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or host")
+    parser.add_argument("--dtype", default="float16", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--only", "--shape", default="600M,3.3B", help=f"shapes, of {', '.join(SHAPES)}")
+    parser.add_argument("--batches", default="1,8,64", help="batch sizes")
+    parser.add_argument("--peers", default="ct2,hf", help="of ct2 and hf, or none")
+    parser.add_argument("--repeats", type=int, default=7, help="timed calls of each kind")
+    parser.add_argument("--op-repeats", type=int, default=15, help="replays of each kind of launch")
+    parser.add_argument("--no-ops", action="store_true", help="leave out where the time of each pass goes")
+    parser.add_argument("--quick", action="store_true", help="few repeats")
+    parser.add_argument("--seconds", type=float, default=290, help="the whole run; peers are stopped at its end")
+    parser.add_argument("--commit", help="the commit that is measured, where git is not there to say")
+    parser.add_argument("--work", type=Path, help="folder for checkpoints")
+    options = parser.parse_args(words)
+    options.only = options.only.split(",")
+    unknown = sorted(set(options.only) - set(SHAPES))
+    if unknown:
+        parser.error(f"--only: expected shapes of {', '.join(SHAPES)}, got {', '.join(unknown)}")
+    try:
+        options.batches = sorted({int(size) for size in options.batches.split(",")})
+        options.peers = (
+            [] if options.peers == "none" else [runner.SHORT_NAMES[name] for name in options.peers.split(",")]
+        )
+    except (KeyError, ValueError) as error:
+        parser.error(f"--batches takes numbers and --peers {', '.join(runner.SHORT_NAMES)} or none: {error}")
+    if options.quick:
+        options.repeats, options.op_repeats = 2, 3
+    return options
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return the exit status."""
+    run = Run(parse(words))
+    options = run.options
+    with tempfile.TemporaryDirectory(dir=work_folder(options.only, options.dtype, options.work)) as work:
+        folders = {name: Path(work, name) for name in options.only}
+        try:
+            measure_ours(run, folders)
+        except Exception as error:
+            traceback.print_exc()
+            run.problem(f"{type(error).__name__}: {error}"[:2000])
+        run.save()
+        print(gpu_report.summary(run.report), flush=True)
+        if options.peers:
+            measure_peers(run, {name: folder for name, folder in folders.items() if (folder / "logits.npz").exists()})
+    run.save()
+    print(f"\n{gpu_report.ops_tables(run.report)}\n\n{gpu_report.summary(run.report)}", flush=True)
+    run.say("done")
+    return 1 if run.report["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

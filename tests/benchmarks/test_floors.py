@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Floors: hand-counted bytes and operations, and the whole of a recorded pass against the model's own sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import metrale
+from benchmarks.gpu_decode import Batch
+from benchmarks.gpu_floors import FLOP_PER_S, READ_BYTES_PER_S, Call, Cost, cost, floor_us, total
+from benchmarks.gpu_ops import kinds, passes, recording
+from benchmarks.peers.protocol import SOURCE_TOKENS
+from benchmarks.shapes import SHAPES, tensors, write_checkpoint
+from gpu_runtime.host import HostBackend
+from gpu_runtime.op import REGISTRY, Op
+from metrale.errors import InvalidInput
+from metrale.nllb.model import NllbModel
+
+OPS = {op.spec.name: op for op in REGISTRY}
+TINY = SHAPES["tiny"]
+
+
+def call(name: str, lengths: tuple[int, ...] = (), /, **values: Any) -> Call:
+    """A launch with the values given, every other pointer at some address and every other number 0."""
+    op = OPS[name]
+    assert set(values) <= {arg.name for arg in op.spec.args}
+    return Call(op, "f16", tuple(values.get(arg.name, int(arg.is_pointer)) for arg in op.spec.args), lengths)
+
+
+LINEAR: dict[str, Any] = {"rows": 3, "n": 8, "k": 16, "workspace": 0}
+ATTENTION: dict[str, Any] = {"rows": 2, "heads": 4, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (call("linear", **LINEAR), Cost(2 * (8 * 16 + 8), 2 * (3 * 16 + 3 * 8), 0, 2 * 3 * 8 * 16)),
+        (call("linear", **LINEAR, bias=0), Cost(2 * 8 * 16, 2 * (3 * 16 + 3 * 8), 0, 2 * 3 * 8 * 16)),
+        (
+            call("linear", **LINEAR, residual=1),  # what is added to is read as well
+            Cost(2 * (8 * 16 + 8), 2 * (3 * 16 + 2 * 3 * 8), 0, 2 * 3 * 8 * 16),
+        ),
+        (
+            call("linear", **{**LINEAR, "workspace": 64, "workspace_bytes": 1 << 20}),  # scratch is no traffic
+            Cost(2 * (8 * 16 + 8), 2 * (3 * 16 + 3 * 8), 0, 2 * 3 * 8 * 16),
+        ),
+        (call("layer_norm", rows=3, width=16), Cost(2 * 2 * 16, 2 * 2 * 3 * 16)),
+        (
+            call("embed", rows=3, width=16, vocab=1000, position_count=50),  # three rows of either table, and no more
+            Cost(3 * 16 * 2 + 3 * 16 * 4, 3 * 16 * 2 + 2 * 3 * 4),
+        ),
+        (
+            call(
+                "decode_attention", (5, 7), **ATTENTION
+            ),  # spans and lengths, q and out; keys and values; two products
+            Cost(0, 2 * 8 + 2 * 4 + 2 * 2 * 2 * 32, 2 * 2 * 12 * 32, 4 * 12 * 32),
+        ),
+        (
+            call("packed_attention", (2, 3), tokens=5, offset_count=3, heads=4, head_dim=8),
+            Cost(0, 3 * 4 + 4 * 2 * 5 * 32, 0, 4 * (4 + 9) * 32),
+        ),
+        (call("kv_scatter", rows=3, width=16), Cost(0, 3 * 8 + 3 * 4 + 3 * 16 * 2, 3 * 16 * 2)),
+        (call("argmax", rows=3, vocab=100), Cost(0, 3 * 100 * 2 + 2 * 3 * 4)),
+    ],
+    ids=lambda value: value.label if isinstance(value, Call) else "",
+)
+def test_cost_of_a_launch(one: Call, expected: Cost) -> None:
+    assert cost(one) == expected
+
+
+def test_the_floor_is_the_longer_of_moving_and_computing() -> None:
+    assert Cost(weights=1000, activations=200, kv=300).floor_us() == pytest.approx(1500 / READ_BYTES_PER_S * 1e6)
+    assert Cost(weights=1000, flop=10**12).floor_us() == pytest.approx(1e12 / FLOP_PER_S * 1e6)
+    assert Cost(1, 2, 3, 4) + Cost(10, 20, 30, 40) == Cost(11, 22, 33, 44)
+
+
+@pytest.mark.parametrize(
+    ("one", "label"),
+    [
+        (call("linear", **LINEAR), "linear 8x16"),
+        (call("linear", **LINEAR, activation=1), "linear 8x16 relu"),
+        (call("linear", **LINEAR, residual=1), "linear 8x16 +="),
+        (call("decode_attention", **ATTENTION, q_stride=96), "decode_attention self"),
+        (call("decode_attention", **ATTENTION, q_stride=32), "decode_attention cross"),
+        (call("kv_scatter", rows=3, width=16), "kv_scatter 16"),
+        (call("layer_norm", rows=3, width=16), "layer_norm"),
+    ],
+)
+def test_labels(one: Call, label: str) -> None:
+    assert one.label == label
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NllbModel]:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(folder, TINY, "float16")
+    with (
+        HostBackend() as gpu,
+        metrale.load(folder, gpu, "float16", max_batch=3, max_source_len=64, max_new_tokens=66) as found,
+    ):
+        yield found
+
+
+def weights(*parts: str) -> int:
+    """Bytes in float16 of the tensors with one of these in their names."""
+    return sum(2 * math.prod(shape) for name, shape in tensors(TINY).items() if any(part in name for part in parts))
+
+
+def test_a_step_reads_each_weight_of_the_decoder_once(model: NllbModel) -> None:
+    """All of the decoder but the source's keys and values, the output head, and a row of the embedding."""
+    size, d = 3, TINY.d_model
+    with Batch(model, size) as batch:
+        tokens = batch.choose(batch.prefill())
+        with recording(model.gpu) as step:
+            batch.choose(batch.decode(tokens))
+    assert step.unseen() == 0
+    whole = total(step.calls)
+    norms = sum(call.spec.name == "layer_norm" for call in step.calls)
+    assert norms == 3 * TINY.layers + 1
+    rows = size * d * (2 + 4)  # of the embedding, and of the positions, which are float32
+    others = weights("encoder_attn.k_proj", "encoder_attn.v_proj")
+    assert whole.weights == weights("model.decoder", "shared") - others + rows
+    heads = TINY.layers * 2 * d * 2  # keys and values of a position, all layers, in bytes
+    assert whole.kv == size * (SOURCE_TOKENS + 3 + 1) * heads  # two prefix tokens and this one are read, one is written
+    assert floor_us(step.calls) >= whole.floor_us()
+
+
+def test_a_prefill_is_an_encoder_pass_and_a_decoder_pass(model: NllbModel) -> None:
+    with Batch(model, 2) as batch, recording(model.gpu) as prefill:
+        batch.choose(batch.prefill())
+    encoder, decoder = passes(prefill.calls)
+    tokens = 2 * SOURCE_TOKENS
+    assert {one.dims.get("rows", one.dims.get("tokens")) for one in encoder} == {tokens}
+    attention = [one for one in encoder if one.spec.name == "packed_attention"]
+    assert [one.lengths for one in attention] == [(SOURCE_TOKENS,) * 2] * TINY.layers
+    matrices = weights("model.encoder", "encoder_attn.k_proj", "encoder_attn.v_proj")
+    assert total(encoder).weights == matrices + tokens * TINY.d_model * (2 + 4)
+    assert {one.dims["rows"] for one in decoder if one.spec.name in ("embed", "layer_norm")} == {4}
+
+
+def test_launches_are_grouped_by_kind(model: NllbModel) -> None:
+    with Batch(model, 2) as batch:
+        tokens = batch.choose(batch.prefill())
+        with recording(model.gpu) as step:
+            batch.choose(batch.decode(tokens))
+    found = kinds(step.calls)
+    assert sum(map(len, found.values())) == len(step.calls)
+    assert len(found["decode_attention self", 2]) == len(found["decode_attention cross", 2]) == TINY.layers
+    assert len({one.value("weight") for one in found["linear 64x64 +=", 2]}) == 2 * TINY.layers
+    assert len(found[f"linear {TINY.vocab}x{TINY.d_model}", 2]) == 1
+
+
+def test_recording_leaves_the_ops_as_they_were(model: NllbModel) -> None:
+    before = Op.launch
+    with pytest.raises(InvalidInput), recording(model.gpu):
+        model.decode_batch([-1], [])
+    assert Op.launch is before
+    with recording(model.gpu):
+        assert Op.launch is not before
+    assert Op.launch is before
