@@ -37,16 +37,27 @@ PYTHON: Final = "python3"
 PYTEST: Final = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--require-gpu")
 OPS: Final = "tests/ops/test_conformance.py"
 MODEL: Final = "tests/gpu/test_short_run.py"
+LAUNCH_COST: Final = "tests/gpu/test_launch_cost.py"
+"""Runs before everything else: beside other steps it would measure them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One command, the exit code it must end with, and a text that its output must then have."""
+    """One command, the exit code it must end with, a text that its output must then have, and whether it runs alone."""
 
     name: str
     command: tuple[str, ...]
     expected: int = 0
     text: str = ""
+    alone: bool = False
+
+
+OURS: Final = ("-k", "not linear")
+FLOAT32: Final = ("-k", "float32")
+"""cuBLASLt's kernels for 16-bit types on Hopper move data by the bulk copy engine. Racecheck does not follow its
+ordering and reports hazards inside them; initcheck does not see what it writes. So racecheck leaves out the op that is
+a product, and both see the model in float32, whose products run on other kernels. What 16-bit passes read is held to
+have been written by the checked host backend."""
 
 
 def sanitizer(tool: str, *command: str) -> tuple[str, ...]:
@@ -64,14 +75,21 @@ def find_sanitizer() -> str:
 def steps(workers: int) -> list[Step]:
     """Return all steps, the longest first."""
     checked = [
-        Step(f"{tool}, {what}", sanitizer(tool, *PYTEST, "--no-pool", target))
-        for tool in ("racecheck", "initcheck", "memcheck")
-        for what, target in (("ops", OPS), ("model", MODEL))
+        Step(f"{tool}, {what}", sanitizer(tool, *PYTEST, "--no-pool", *target))
+        for tool, what, target in (
+            ("racecheck", "ops", (OPS, *OURS)),
+            ("racecheck", "model", (MODEL, *FLOAT32)),
+            ("initcheck", "ops", (OPS,)),
+            ("initcheck", "model", (MODEL, *FLOAT32)),
+            ("memcheck", "ops", (OPS,)),
+            ("memcheck", "model", (MODEL,)),
+        )
     ]
     planted = sanitizer("memcheck", PYTHON, "-m", "tests.gpu.planted")
     return [
-        Step("tests", PYTEST),
-        Step("tests, compute_80", (*PYTEST, "--gpu-arch", "compute_80")),
+        Step("launch cost", (*PYTEST, LAUNCH_COST), alone=True),
+        Step("tests", (*PYTEST, "--deselect", LAUNCH_COST)),
+        Step("tests, compute_80", (*PYTEST, "--gpu-arch", "compute_80", "--deselect", LAUNCH_COST)),
         Step("kernel mutants", (PYTHON, "-m", "tests.mutation", "--kernels", "--workers", str(workers))),
         *checked,
         Step("planted overrun", planted, FOUND, "Invalid __global__ write of size 4 bytes"),
@@ -151,8 +169,9 @@ def main() -> int:
     if not chosen:
         parser.error("no step has such a name")
     began = time.monotonic()
+    results = [run(step, options.timeout) for step in chosen if step.alone]
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = list(pool.map(lambda step: run(step, options.timeout), chosen))
+        results += pool.map(lambda step: run(step, options.timeout), [step for step in chosen if not step.alone])
     report = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(options.commit),

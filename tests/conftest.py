@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Settings of every test run, made before NumPy is imported."""
+"""Settings of every test run, made before NumPy is imported; options for tests on a GPU; the device they run on."""
 
 from __future__ import annotations
 
@@ -8,3 +8,79 @@ import os
 # The products are small, and BLAS threads wait by spinning: on a machine that is busy with something else, two of them
 # can take many times as long as one. An explicit setting wins.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# A test that names no device runs on the host, also where there is a GPU.
+os.environ.setdefault("METRALE_DEVICE", "host")
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from tests.backends import ON_CUDA, Device, why_gpu_is_lost, why_no_gpu
+
+LEFT_OUT = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("gpu", "tests on a GPU (-m gpu selects them alone)")
+    group.addoption("--require-gpu", action="store_true", help="fail at once when there is no usable GPU")
+    group.addoption("--gpu-arch", metavar="ARCH", help="compile kernels for this, for example compute_80")
+    group.addoption(
+        "--no-pool",
+        action="store_true",
+        help="an exact cudaMalloc for each block, without redzones: for memory checkers",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    reason = why_no_gpu() if config.getoption("require_gpu") else None
+    if reason:
+        raise pytest.UsageError(f"--require-gpu: {reason}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a GPU where there is none; `pytest_terminal_summary` says so."""
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    reason = why_no_gpu() if gpu else None
+    if reason is None:
+        return
+    config.stash[LEFT_OUT] = f"{len(gpu)} tests need a GPU and were left out: {reason}"
+    config.hook.pytest_deselected(items=gpu)
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    text = config.stash.get(LEFT_OUT, None)
+    if text is not None:
+        terminalreporter.write_line(text, yellow=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """End the run when a test lost the device: every later one would fail, and say nothing."""
+    report = yield
+    if report.failed and item.get_closest_marker("gpu"):
+        lost = why_gpu_is_lost()
+        if lost is not None:
+            item.session.shouldstop = f"the device is lost since {item.nodeid}: {lost}"
+    return report
+
+
+@pytest.fixture(scope="session", params=["host", ON_CUDA])
+def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Device:
+    """The kind of backend that the test runs on. On a GPU, kernels are compiled once a session.
+
+    Tests in `tests/gpu` run on a GPU alone: `tests.backends.cuda_only` is what marks them.
+    """
+    if request.param == "host":
+        return Device("host")
+    options: dict[str, Any] = {
+        "cache": tmp_path_factory.mktemp("kernels"),
+        "arch": request.config.getoption("gpu_arch"),
+    }
+    if request.config.getoption("no_pool"):
+        options |= {"pool": False, "redzones": False}
+    return Device("cuda", options)

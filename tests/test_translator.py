@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import metrale
+from gpu_runtime.backend import GpuBackend
 from metrale import InvalidInput, NotSupported, Translation, Translator, UnknownLanguage, demo_model_path
 from metrale.nllb.model import NllbModel
+from tests.backends import Device
 from tests.reference.nllb_float64 import NllbFloat64
 from tests.reference.tiny import write_tiny
 
@@ -26,8 +28,14 @@ EXPECTED = [case["greedy"]["text"] for case in CASES]
 
 
 @pytest.fixture(scope="module")
-def translator() -> Iterator[Translator]:
-    options = {"device": "host", "dtype": "float32", "max_batch": 8, "max_source_len": 64, "max_new_tokens": 64}
+def gpu(device: Device) -> Iterator[GpuBackend]:
+    with device.open() as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def translator(gpu: GpuBackend) -> Iterator[Translator]:
+    options = {"device": gpu, "dtype": "float32", "max_batch": 8, "max_source_len": 64, "max_new_tokens": 64}
     with Translator(demo_model_path(), source="eng_Latn", target="fra_Latn", **options) as translator:
         yield translator
         seqs = [translator.model.alloc_sequence() for _ in range(8)]  # every test gave its lanes back
@@ -235,13 +243,13 @@ def test_an_interrupt_between_two_allocations_frees_the_lanes(
         translator.model.free_sequence(seq)
 
 
-def test_a_text_that_has_no_room_fails_alone() -> None:
+def test_a_text_that_has_no_room_fails_alone(gpu: GpuBackend) -> None:
     """KV for 40 positions: a short text and its translation fit, a long one does not, whatever its place."""
-    plan = metrale.memory_plan(demo_model_path(), "host", "float32", max_batch=1, max_source_len=24, max_new_tokens=16)
+    plan = metrale.memory_plan(demo_model_path(), gpu, "float32", max_batch=1, max_source_len=24, max_new_tokens=16)
     texts = ["Hello.", "Turn off the lights in the living room and in the kitchen, please.", "Good morning!"]
     options = {"max_batch": 4, "max_source_len": 24, "max_new_tokens": 24, "kv_bytes": plan.kv // 41 * 40}
     seen: list[int] = []
-    with Translator(demo_model_path(), device="host", dtype="float32", **options) as small:
+    with Translator(demo_model_path(), device=gpu, dtype="float32", **options) as small:
         results = small.translate(texts, "eng_Latn", "fra_Latn", progress=seen.append)
     assert [result.finish_reason for result in results] == ["eos", "error", "eos"]
     assert "no 4" in str(results[1].error)
@@ -284,7 +292,7 @@ def test_what_is_no_text_is_refused(translator: Translator, texts: list[Any]) ->
         translator.translate(texts)
 
 
-def test_languages_that_have_no_default(translator: Translator) -> None:
+def test_languages_that_have_no_default() -> None:
     with metrale.load(demo_model_path(), "host", max_batch=1, max_new_tokens=8) as model, Translator(model) as bare:
         assert "fra_Latn" in bare.languages
         with pytest.raises(InvalidInput, match=r"source: .*load\(\.\.\., source=\)"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpu_runtime import Arena, DevicePtr, InvalidPointer, Layout, LogitsArena
-from gpu_runtime.host import HostBackend
+from gpu_runtime.backend import GpuBackend
 
 BASE = DevicePtr(0x7F00_0000_0000)
 
@@ -54,7 +54,7 @@ def test_layout_is_changed_by_add_alone() -> None:
         offsets["a"] = 4
 
 
-def test_arena(gpu: HostBackend) -> None:
+def test_arena(gpu: GpuBackend) -> None:
     layout = layout_of(a=10, b=20)
     arena = Arena(gpu, layout, "scratch")
     layout.add("later", 8)
@@ -73,7 +73,7 @@ def test_arena(gpu: HostBackend) -> None:
         arena["a"]
 
 
-def test_empty_arena(gpu: HostBackend) -> None:
+def test_empty_arena(gpu: GpuBackend) -> None:
     arena = Arena(gpu, Layout(), "nothing")
     assert not arena.base.is_null
     arena.free()

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gpu_runtime import InvalidPointer
-from gpu_runtime.host import HostBackend
+from gpu_runtime import GpuBackend, InvalidPointer
+from tests.backends import host_only
 from tests.ops.harness import download, upload
 
 Call = Callable[[], Any]
@@ -20,7 +20,7 @@ BYTES = np.arange(64, dtype=np.uint8)
 
 
 @pytest.fixture
-def ptr(gpu: HostBackend) -> int:
+def ptr(gpu: GpuBackend) -> int:
     return upload(gpu, BYTES)
 
 
@@ -43,7 +43,7 @@ def ptr(gpu: HostBackend) -> int:
     ids=lambda source: type(source).__name__,
 )
 @pytest.mark.parametrize("call", ["copy_h2d", "copy_h2d_async", "copy_h2d_async_retained"])
-def test_h2d_takes_every_contiguous_buffer(gpu: HostBackend, ptr: int, source: Any, call: str) -> None:
+def test_h2d_takes_every_contiguous_buffer(gpu: GpuBackend, ptr: int, source: Any, call: str) -> None:
     getattr(gpu, call)(source, ptr + 8)
     expected = BYTES.copy()
     expected[8:16] = np.frombuffer(np.asarray(source).tobytes(), dtype=np.uint8)
@@ -52,9 +52,10 @@ def test_h2d_takes_every_contiguous_buffer(gpu: HostBackend, ptr: int, source: A
 
 @pytest.mark.parametrize("call", ["copy_d2h", "copy_d2h_on_stream", "copy_d2h_async"])
 @pytest.mark.parametrize("make", [bytearray, lambda n: np.zeros(n, np.uint8), lambda n: np.zeros((2, n // 4), "u2")])
-def test_d2h_fills_every_writable_buffer(gpu: HostBackend, ptr: int, call: str, make: Any) -> None:
+def test_d2h_fills_every_writable_buffer(gpu: GpuBackend, ptr: int, call: str, make: Any) -> None:
     target = make(16)
     getattr(gpu, call)(ptr + 5, target)
+    gpu.synchronize()
     assert bytes(target) == bytes(range(5, 21))
 
 
@@ -62,7 +63,7 @@ def test_d2h_fills_every_writable_buffer(gpu: HostBackend, ptr: int, call: str, 
 @pytest.mark.parametrize(
     "target", [bytes(8), memoryview(bytes(8)), np.broadcast_to(np.uint8(0), (1,)), np.frombuffer(bytes(8)), np.int64(0)]
 )
-def test_d2h_refuses_a_read_only_target(gpu: HostBackend, ptr: int, call: str, target: Any) -> None:
+def test_d2h_refuses_a_read_only_target(gpu: GpuBackend, ptr: int, call: str, target: Any) -> None:
     with pytest.raises(TypeError, match="dst: expected a writable buffer"):
         getattr(gpu, call)(ptr, target)
 
@@ -77,7 +78,7 @@ def test_d2h_refuses_a_read_only_target(gpu: HostBackend, ptr: int, call: str, t
         memoryview(bytearray(8))[::2],
     ],
 )
-def test_buffers_are_contiguous(gpu: HostBackend, ptr: int, buffer: Any) -> None:
+def test_buffers_are_contiguous(gpu: GpuBackend, ptr: int, buffer: Any) -> None:
     calls: list[Call] = [
         lambda: gpu.copy_h2d(buffer, ptr),
         lambda: gpu.copy_h2d_async_retained(buffer, ptr),
@@ -90,7 +91,7 @@ def test_buffers_are_contiguous(gpu: HostBackend, ptr: int, buffer: Any) -> None
 
 
 @pytest.mark.parametrize("buffer", ["text", [1, 2], None, 5, object(), np.array([object()]), {"a": 1}])
-def test_buffers_hold_bytes(gpu: HostBackend, ptr: int, buffer: Any) -> None:
+def test_buffers_hold_bytes(gpu: GpuBackend, ptr: int, buffer: Any) -> None:
     calls: list[Call] = [lambda: gpu.copy_h2d(buffer, ptr), lambda: gpu.copy_d2h(ptr, buffer)]
     for call in calls:
         with pytest.raises(TypeError):
@@ -98,7 +99,7 @@ def test_buffers_hold_bytes(gpu: HostBackend, ptr: int, buffer: Any) -> None:
 
 
 @pytest.mark.parametrize("start", [0, np.uint64(0), np.int32(0)])
-def test_d2d(gpu: HostBackend, ptr: int, start: Any) -> None:
+def test_d2d(gpu: GpuBackend, ptr: int, start: Any) -> None:
     count: Any = np.int8(16)
     gpu.copy_d2d(ptr + start, ptr + 32, count)
     gpu.copy_d2d_async(ptr + start, ptr + 48, 16)
@@ -106,12 +107,12 @@ def test_d2d(gpu: HostBackend, ptr: int, start: Any) -> None:
 
 
 @pytest.mark.parametrize(("src", "dst"), [(0, 0), (0, 15), (15, 0), (8, 4)])
-def test_d2d_spans_do_not_overlap(gpu: HostBackend, ptr: int, src: int, dst: int) -> None:
+def test_d2d_spans_do_not_overlap(gpu: GpuBackend, ptr: int, src: int, dst: int) -> None:
     with pytest.raises(ValueError, match="do not overlap"):
         gpu.copy_d2d(ptr + src, ptr + dst, 16)
 
 
-def test_d2d_spans_may_touch(gpu: HostBackend, ptr: int) -> None:
+def test_d2d_spans_may_touch(gpu: GpuBackend, ptr: int) -> None:
     gpu.copy_d2d(ptr, ptr + 16, 16)
     gpu.copy_d2d(ptr + 32, ptr + 16, 16)
     assert np.array_equal(download(gpu, ptr, BYTES)[16:32], BYTES[32:48])
@@ -121,7 +122,7 @@ def test_d2d_spans_may_touch(gpu: HostBackend, ptr: int) -> None:
     ("width", "height", "src_pitch", "dst_pitch"),
     [(3, 4, 5, 7), (5, 3, 5, 5), (1, 7, 1, 3), (4, 1, 4, 9), (6, 2, 17, 6)],
 )
-def test_2d(gpu: HostBackend, ptr: int, width: int, height: int, src_pitch: int, dst_pitch: int) -> None:
+def test_2d(gpu: GpuBackend, ptr: int, width: int, height: int, src_pitch: int, dst_pitch: int) -> None:
     dst = upload(gpu, np.full(64, 200, dtype=np.uint8))
     gpu.copy_d2d_2d_async(ptr + 1, src_pitch, dst + 2, dst_pitch, width, height)
     expected = np.full(64, 200, dtype=np.uint8)
@@ -135,14 +136,14 @@ def test_2d(gpu: HostBackend, ptr: int, width: int, height: int, src_pitch: int,
     [(3, 8, 4, 2), (8, 3, 4, 2), (0, 8, 4, 1), (8, -8, 4, 2), (-8, 8, 4, 2), (8, 8, -1, 2), (8, 8, 4, -1)],
 )
 def test_2d_refuses_pitches_below_the_width(
-    gpu: HostBackend, ptr: int, src_pitch: int, dst_pitch: int, width: int, height: int
+    gpu: GpuBackend, ptr: int, src_pitch: int, dst_pitch: int, width: int, height: int
 ) -> None:
     dst = gpu.alloc(64)
     with pytest.raises(ValueError, match=r"copy_d2d: \w+: expected at least"):
         gpu.copy_d2d_2d_async(ptr, src_pitch, dst, dst_pitch, width, height)
 
 
-def test_2d_spans_end_with_the_last_row_and_not_its_padding(gpu: HostBackend, ptr: int) -> None:
+def test_2d_spans_end_with_the_last_row_and_not_its_padding(gpu: GpuBackend, ptr: int) -> None:
     dst = gpu.alloc(64)
     gpu.copy_d2d_2d_async(ptr + 4, 20, dst, 60, 4, 2)  # the last bytes of dst are its last
     gpu.copy_d2d_2d_async(ptr, 60, dst, 4, 4, 2)
@@ -153,7 +154,7 @@ def test_2d_spans_end_with_the_last_row_and_not_its_padding(gpu: HostBackend, pt
         gpu.copy_d2d_2d_async(ptr, 4, dst, 61, 4, 2)
 
 
-def test_2d_sizes_do_not_wrap(gpu: HostBackend, ptr: int) -> None:
+def test_2d_sizes_do_not_wrap(gpu: GpuBackend, ptr: int) -> None:
     dst = gpu.alloc(64)
     pitch: Any = np.int32(1 << 30)
     height: Any = np.int32(5)  # (5 - 1) * 2**30 is 0 in 32 bits
@@ -161,7 +162,7 @@ def test_2d_sizes_do_not_wrap(gpu: HostBackend, ptr: int) -> None:
         gpu.copy_d2d_2d_async(ptr, pitch, dst, 4, 4, height)
 
 
-def test_empty_copies_do_nothing(gpu: HostBackend, ptr: int) -> None:
+def test_empty_copies_do_nothing(gpu: GpuBackend, ptr: int) -> None:
     for where in (ptr, 0, 0xDEAD):
         gpu.copy_h2d(b"", where)
         gpu.copy_h2d_async(np.empty((0, 3)), where)
@@ -173,8 +174,8 @@ def test_empty_copies_do_nothing(gpu: HostBackend, ptr: int) -> None:
     assert np.array_equal(download(gpu, ptr, BYTES), BYTES)
 
 
-@pytest.mark.parametrize("start", [1, 57, 64, -1])
-def test_spans_stay_inside_one_block(gpu: HostBackend, ptr: int, start: int) -> None:
+def assert_refused(gpu: GpuBackend, ptr: int, start: int) -> None:
+    """Copies of 64 bytes from and to ``start`` bytes into the block of 64."""
     other = gpu.alloc(64)
     calls: list[Call] = [
         lambda: gpu.copy_h2d(bytes(64), ptr + start),
@@ -188,8 +189,24 @@ def test_spans_stay_inside_one_block(gpu: HostBackend, ptr: int, start: int) -> 
     assert np.array_equal(download(gpu, ptr, BYTES), BYTES)
 
 
+@pytest.mark.parametrize("start", [1, 57, 63])
+def test_spans_end_inside_the_block_they_start_in(gpu: GpuBackend, ptr: int, start: int) -> None:
+    assert_refused(gpu, ptr, start)
+
+
+@host_only
+@pytest.mark.parametrize("start", [64, -1])
+def test_spans_start_inside_a_block(gpu: GpuBackend, ptr: int, start: int) -> None:
+    """On a GPU, memory that is in no block of the backend is its user's own."""
+    assert_refused(gpu, ptr, start)
+
+
+def test_spans_do_not_start_at_null(gpu: GpuBackend, ptr: int) -> None:
+    assert_refused(gpu, ptr, -int(ptr))
+
+
 @pytest.mark.parametrize("address", [True, None, 1.5, "0", np.float64(4096)])
-def test_addresses_are_integers(gpu: HostBackend, ptr: int, address: Any) -> None:
+def test_addresses_are_integers(gpu: GpuBackend, ptr: int, address: Any) -> None:
     calls: list[Call] = [
         lambda: gpu.copy_h2d(b"12", address),
         lambda: gpu.copy_d2h(address, bytearray(2)),
@@ -202,20 +219,22 @@ def test_addresses_are_integers(gpu: HostBackend, ptr: int, address: Any) -> Non
             call()
 
 
-def test_a_freed_block_is_refused(gpu: HostBackend, ptr: int) -> None:
+@host_only
+def test_a_freed_block_is_refused(gpu: GpuBackend, ptr: int) -> None:
     gpu.free(ptr)
     with pytest.raises(InvalidPointer, match="expected an address inside a live allocation"):
         gpu.copy_d2h(ptr, bytearray(8))
 
 
-def test_a_numpy_address_is_as_good_as_a_pointer(gpu: HostBackend, ptr: int) -> None:
+def test_a_numpy_address_is_as_good_as_a_pointer(gpu: GpuBackend, ptr: int) -> None:
     address: Any = np.uint64(ptr)
     gpu.copy_h2d(b"\xff", address + np.uint64(3))
     assert download(gpu, address, BYTES)[3] == 255
 
 
-def test_a_retained_source_may_change_at_once(gpu: HostBackend, ptr: int) -> None:
-    source = np.zeros(4, dtype=np.uint8)
+def test_a_retained_source_may_change_at_once(gpu: GpuBackend, ptr: int) -> None:
+    memory = gpu.alloc_host_pinned(4)
+    source = memory.array
     gpu.begin_capture()  # so that the copies run later
     gpu.copy_h2d_async_retained(source, ptr)
     gpu.copy_h2d_async(source, ptr + 4)
@@ -223,9 +242,11 @@ def test_a_retained_source_may_change_at_once(gpu: HostBackend, ptr: int) -> Non
     source[:] = 9
     gpu.launch_graph(graph)
     assert download(gpu, ptr, BYTES)[:8].tolist() == [0] * 4 + [9] * 4
+    gpu.free_host_pinned(memory)
 
 
-def test_async_copies_keep_their_buffers_alive(gpu: HostBackend, ptr: int) -> None:
+@host_only
+def test_async_copies_keep_their_buffers_alive(gpu: GpuBackend, ptr: int) -> None:
     gpu.begin_capture()
     gpu.copy_h2d_async(np.full(8, 3, dtype=np.uint8), ptr)
     graph = gpu.end_capture()
@@ -234,7 +255,20 @@ def test_async_copies_keep_their_buffers_alive(gpu: HostBackend, ptr: int) -> No
     assert download(gpu, ptr, BYTES)[:8].tolist() == [3] * 8
 
 
-def test_trace(gpu: HostBackend, ptr: int) -> None:
+def test_retained_copies_in_a_capture_keep_their_bytes(gpu: GpuBackend, ptr: int) -> None:
+    """As long as the graph lives, and in any number."""
+    gpu.begin_capture()
+    for index in range(8):
+        gpu.copy_h2d_async_retained(np.full(8, index, dtype=np.uint8), ptr + 8 * index)
+    graph = gpu.end_capture()
+    for value in (100, 200):
+        gpu.memset(ptr, value, 64)
+        gpu.launch_graph(graph)
+        assert np.array_equal(download(gpu, ptr, BYTES), np.repeat(np.arange(8, dtype=np.uint8), 8))
+    gpu.destroy_graph(graph)
+
+
+def test_trace(gpu: GpuBackend, ptr: int) -> None:
     other, stream = gpu.alloc(64), gpu.create_stream()
     with gpu.launch_trace() as trace:
         gpu.copy_h2d(b"1234", ptr)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_runtime import InvalidPointer, dtypes
-from gpu_runtime.host import HostBackend
+from gpu_runtime import DevicePtr, GpuBackend, InvalidPointer, dtypes
+from gpu_runtime.gemm import Gemm
+from tests.backends import host_only
 from tests.ops.harness import download, upload
 from tests.ops.oracles import ACTIVATIONS
 
@@ -38,19 +39,21 @@ def assert_close(result: Array, exact: Array, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("out_dtype", [None, "f32", "f16", "bf16"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (1, 33, 200), (7, 5, 17), (16, 64, 32)])
-def test_product(gpu: HostBackend, dtype: str, out_dtype: str | None, m: int, n: int, k: int) -> None:
+def test_product(gpu: GpuBackend, dtype: str, out_dtype: str | None, m: int, n: int, k: int) -> None:
     rng = np.random.default_rng(m * n + k)
     a, w = random(rng, (m, k), dtype), random(rng, (n, k), dtype)
     out = out_dtype or dtype
     c = upload(gpu, np.full((m, n), 77, dtype=dtypes.NUMPY[out]))
-    gpu.gemm(upload(gpu, a), upload(gpu, w), c, m, n, k, dtype=dtype, out_dtype=out_dtype)
+    size = Gemm.of(m, n, k, dtype, out_dtype, None, None, None).scratch_bytes
+    space: dict[str, Any] = {"workspace": gpu.alloc(size), "workspace_bytes": size} if size else {}
+    gpu.gemm(upload(gpu, a), upload(gpu, w), c, m, n, k, dtype=dtype, out_dtype=out_dtype, **space)
     assert_close(download(gpu, c, np.empty((m, n), dtypes.NUMPY[out])), f64(a) @ f64(w).T, out)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_epilogue(gpu: HostBackend, dtype: str, activation: str, with_bias: bool) -> None:
+def test_epilogue(gpu: GpuBackend, dtype: str, activation: str, with_bias: bool) -> None:
     rng = np.random.default_rng(len(activation))
     m, n, k = 6, 10, 8
     a, w, bias = random(rng, (m, k), dtype), random(rng, (n, k), dtype), random(rng, (n,), dtype)
@@ -76,7 +79,7 @@ def test_epilogue(gpu: HostBackend, dtype: str, activation: str, with_bias: bool
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("alpha", [1.0, -0.5])
-def test_accumulate_with_strides(gpu: HostBackend, dtype: str, alpha: float) -> None:
+def test_accumulate_with_strides(gpu: GpuBackend, dtype: str, alpha: float) -> None:
     rng = np.random.default_rng(3)
     a, w, c, bias = (random(rng, shape, dtype) for shape in ((4, 13), (6, 12), (4, 9), (6,)))
     ptr = upload(gpu, c)
@@ -103,7 +106,7 @@ def test_accumulate_with_strides(gpu: HostBackend, dtype: str, alpha: float) -> 
 
 @pytest.mark.parametrize("shared_w", [False, True])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_batched(gpu: HostBackend, shared_w: bool, accumulate: bool) -> None:
+def test_batched(gpu: GpuBackend, shared_w: bool, accumulate: bool) -> None:
     rng = np.random.default_rng(4)
     a, w, c = (random(rng, shape, "f32") for shape in ((3, 40), (3, 30), (3, 20)))
     ptr = upload(gpu, c)
@@ -134,7 +137,7 @@ def test_batched(gpu: HostBackend, shared_w: bool, accumulate: bool) -> None:
         assert np.array_equal(result[index, 16:], c[index, 16:])
 
 
-def test_batched_outputs_may_interleave(gpu: HostBackend) -> None:
+def test_batched_outputs_may_interleave(gpu: GpuBackend) -> None:
     """Heads of an attention: C is [rows, heads, width], and the products are over heads."""
     rng = np.random.default_rng(5)
     a, w = random(rng, (2, 3, 5), "f32"), random(rng, (2, 4, 5), "f32")
@@ -150,7 +153,7 @@ def test_batched_outputs_may_interleave(gpu: HostBackend) -> None:
 @pytest.mark.parametrize(
     ("batch", "stride_c", "ldc"), [(2, 0, 8), (2, 3, 8), (3, 4, 8), (2, 5, 8), (2, 11, 4)], ids=str
 )
-def test_batched_outputs_do_not_overlap(gpu: HostBackend, batch: int, stride_c: int, ldc: int) -> None:
+def test_batched_outputs_do_not_overlap(gpu: GpuBackend, batch: int, stride_c: int, ldc: int) -> None:
     ptr = gpu.alloc(4096)
     with pytest.raises(ValueError, match="stride_c: expected products that do not overlap"):
         gpu.gemm_strided_batched(
@@ -170,14 +173,14 @@ def test_batched_outputs_do_not_overlap(gpu: HostBackend, batch: int, stride_c: 
 
 
 @pytest.mark.parametrize("stride", ["stride_a", "stride_w", "stride_c"])
-def test_batched_strides_do_not_go_back(gpu: HostBackend, stride: str) -> None:
+def test_batched_strides_do_not_go_back(gpu: GpuBackend, stride: str) -> None:
     ptr = gpu.alloc(4096)
     strides: dict[str, Any] = {"stride_a": 0, "stride_w": 0, "stride_c": 1} | {stride: -1}
     with pytest.raises(ValueError, match=f"gemm: {stride}: expected at least 0"):
         gpu.gemm_strided_batched(ptr, ptr + 1024, ptr + 2048, 1, 1, 1, 2, dtype="f32", **strides)
 
 
-def test_batched_operands_stay_in_one_block(gpu: HostBackend) -> None:
+def test_batched_operands_stay_in_one_block(gpu: GpuBackend) -> None:
     """The first and the last product lie in live blocks, those between them do not."""
     ptrs = sorted(gpu.alloc(64) for _ in range(2))
     stride = (ptrs[1] - ptrs[0]) // 8
@@ -186,27 +189,37 @@ def test_batched_operands_stay_in_one_block(gpu: HostBackend) -> None:
         gpu.gemm_strided_batched(ptrs[0], c + 32, c, 1, 1, 1, 3, stride_a=stride, stride_w=0, stride_c=1, dtype="f32")
 
 
-def test_overflow_is_infinite_and_silent(gpu: HostBackend) -> None:
+def test_overflow_is_infinite_and_silent(gpu: GpuBackend) -> None:
     a, c = upload(gpu, np.full((1, 4), 200, dtype=np.float16)), upload(gpu, np.zeros(1, dtype=np.float16))
     gpu.gemm(a, a, c, 1, 1, 4, dtype="f16")
     assert np.isposinf(download(gpu, c, np.empty(1, np.float16))).all()
 
 
-def test_nan_and_infinity_come_through(gpu: HostBackend) -> None:
+@pytest.mark.parametrize("activation", ["none", "relu"])
+def test_nan_and_infinity_come_through(gpu: GpuBackend, activation: str) -> None:
+    """Through an activation too: a result that hides them would pass for a sound one."""
     x = np.array([[1, np.nan], [1, np.inf], [1, 1]], dtype=np.float32)
     c = upload(gpu, np.zeros((3, 1), dtype=np.float32))
-    gpu.gemm(upload(gpu, x), upload(gpu, np.ones((1, 2), np.float32)), c, 3, 1, 2, dtype="f32", activation="relu")
+    w = upload(gpu, np.ones((1, 2), np.float32))
+    gpu.gemm(upload(gpu, x), w, c, 3, 1, 2, dtype="f32", activation=activation)
     result = download(gpu, c, np.empty(3, np.float32))
     assert np.isnan(result[0])
     assert result[1:].tolist() == [np.inf, 2]
 
 
-def multiply(gpu: HostBackend, **changes: Any) -> None:
+def block(gpu: GpuBackend, nbytes: int) -> DevicePtr:
+    """Return memory that counts as written; what is in it does not matter."""
+    ptr = gpu.alloc(nbytes)
+    gpu.mark_written(ptr, nbytes)
+    return ptr
+
+
+def multiply(gpu: GpuBackend, **changes: Any) -> None:
     """Enqueue a valid [2, 3] x [4, 3]^T product with some arguments changed."""
     given: dict[str, Any] = {
-        "a": gpu.alloc(256),
-        "w": gpu.alloc(256),
-        "c": gpu.alloc(256),
+        "a": block(gpu, 256),
+        "w": block(gpu, 256),
+        "c": block(gpu, 256),
         "m": 2,
         "n": 4,
         "k": 3,
@@ -248,10 +261,8 @@ def multiply(gpu: HostBackend, **changes: Any) -> None:
         ({"a": -4}, ValueError),
         ({"c": 0}, InvalidPointer),
         ({"a": 0}, InvalidPointer),
-        ({"bias": 4096}, InvalidPointer),
         ({"workspace_bytes": -1}, ValueError),
         ({"workspace_bytes": 64}, InvalidPointer),
-        ({"workspace": 4096, "workspace_bytes": 64}, InvalidPointer),
         ({"algorithm": -1}, ValueError),
         ({"algorithm": "fast"}, TypeError),
         ({"m": 1 << 40}, InvalidPointer),
@@ -259,14 +270,22 @@ def multiply(gpu: HostBackend, **changes: Any) -> None:
     ],
     ids=str,
 )
-def test_arguments_are_checked(gpu: HostBackend, change: dict[str, Any], error: type[Exception]) -> None:
+def test_arguments_are_checked(gpu: GpuBackend, change: dict[str, Any], error: type[Exception]) -> None:
     (name, *_) = change
     with gpu.launch_trace() as trace, pytest.raises(error, match="gemm: "):
         multiply(gpu, **change)
     assert trace == [], f"{name} is refused before anything is enqueued"
 
 
-def test_valid_options_are_taken(gpu: HostBackend) -> None:
+@host_only
+@pytest.mark.parametrize("change", [{"bias": 4096}, {"a": 4096}, {"workspace": 4096, "workspace_bytes": 64}], ids=str)
+def test_operands_lie_in_live_blocks(gpu: GpuBackend, change: dict[str, Any]) -> None:
+    with gpu.launch_trace() as trace, pytest.raises(InvalidPointer, match="gemm: "):
+        multiply(gpu, **change)
+    assert trace == []
+
+
+def test_valid_options_are_taken(gpu: GpuBackend) -> None:
     with gpu.launch_trace() as trace:
         multiply(gpu)
         multiply(gpu, m=np.int32(2), lda=np.int64(3), alpha=np.float32(2))
@@ -274,23 +293,36 @@ def test_valid_options_are_taken(gpu: HostBackend) -> None:
     assert [(record.kind, record.name) for record in trace] == [("gemm", "2x4x3")] * 3
 
 
-def test_sizes_do_not_wrap(gpu: HostBackend) -> None:
+def test_sizes_do_not_wrap(gpu: GpuBackend) -> None:
     with pytest.raises(InvalidPointer, match="gemm: a"):
         multiply(gpu, lda=np.int32(1 << 30), m=np.int32(5))  # (5 - 1) * 2**30 is 0 in 32 bits
 
 
-def test_alignment(gpu: HostBackend) -> None:
-    ptr = gpu.alloc(256)
+def test_alignment(gpu: GpuBackend) -> None:
+    ptr = block(gpu, 256)
     for name in ("a", "w", "c", "bias"):
         with pytest.raises(ValueError, match=f"gemm: {name}: expected an address aligned to 4 bytes"):
             multiply(gpu, **{name: ptr + 2})
-    multiply(gpu, c=ptr + 2, out_dtype="f16")
+    multiply(gpu, a=ptr + 2, c=ptr + 34, dtype="f16")
 
 
-def test_the_result_is_apart_from_the_operands(gpu: HostBackend) -> None:
+def test_the_result_is_apart_from_the_operands(gpu: GpuBackend) -> None:
     ptr = gpu.alloc(256)
     for name in ("a", "w", "bias"):
         with pytest.raises(ValueError, match=f"gemm: c: expected memory apart from {name}"):
             multiply(gpu, **{name: ptr, "c": ptr + 4})
+
+
+def test_operands_may_share_memory_and_rows_may_interleave(gpu: GpuBackend) -> None:
+    ptr = block(gpu, 256)
     multiply(gpu, a=ptr, lda=8, c=ptr + 12, ldc=8)  # columns side by side in one matrix
     multiply(gpu, a=ptr, w=ptr)
+    gpu.synchronize()
+
+
+@pytest.mark.parametrize("name", ["a", "w", "c", "bias"])
+def test_the_workspace_is_apart_from_the_operands(gpu: GpuBackend, name: str) -> None:
+    ptr = block(gpu, 1024)
+    with pytest.raises(ValueError, match=f"gemm: workspace: expected memory apart from {name}"):
+        multiply(gpu, workspace=ptr, workspace_bytes=768, **{name: ptr + 512})
+    multiply(gpu, workspace=ptr, workspace_bytes=512, **{name: ptr + 512})

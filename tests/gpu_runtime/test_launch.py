@@ -10,12 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gpu_runtime import InvalidPointer, KernelHandle, UnknownKernel
+from gpu_runtime import GpuBackend, InvalidPointer, KernelHandle, UnknownKernel
 from gpu_runtime.host import HostBackend
 from gpu_runtime.launch import check_arguments, check_geometry
 from gpu_runtime.limits import MINIMUM
 from gpu_runtime.op import EXACT, Op, OpRegistry, OpSpec, scalar, tensor
 from gpu_runtime.op import REGISTRY as PROCESS_REGISTRY
+from tests.backends import Device, host_only
 from tests.gpu_runtime import toy
 from tests.gpu_runtime.toy import launch, values
 from tests.ops.harness import download, upload
@@ -24,17 +25,17 @@ X = np.array([1.0, 2.0, 3.0, 4.0], dtype=np.float32)
 
 
 @pytest.fixture
-def pair(gpu: HostBackend) -> tuple[int, int]:
+def pair(gpu: GpuBackend) -> tuple[int, int]:
     return upload(gpu, X), upload(gpu, np.zeros_like(X))
 
 
-def test_runs_the_reference(gpu: HostBackend, pair: tuple[int, int]) -> None:
+def test_runs_the_kernel(gpu: GpuBackend, pair: tuple[int, int]) -> None:
     launch(gpu, values(*pair))
     assert download(gpu, pair[1], X).tolist() == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.int16, np.int32, np.int64])
-def test_takes_numpy_numbers(gpu: HostBackend, pair: tuple[int, int], kind: Any) -> None:
+def test_takes_numpy_numbers(gpu: GpuBackend, pair: tuple[int, int], kind: Any) -> None:
     arguments = values(*map(np.uint64, pair), rows=kind(1), width=kind(4), factor=np.float64(0.5))
     grid: Any = (kind(1), kind(1))
     block: Any = kind(32)
@@ -42,12 +43,12 @@ def test_takes_numpy_numbers(gpu: HostBackend, pair: tuple[int, int], kind: Any)
     assert download(gpu, pair[1], X).tolist() == [0.5, 1, 1.5, 2]
 
 
-def test_optional_pointer(gpu: HostBackend, pair: tuple[int, int]) -> None:
+def test_optional_pointer(gpu: GpuBackend, pair: tuple[int, int]) -> None:
     launch(gpu, values(*pair, bias=upload(gpu, X)))
     assert download(gpu, pair[1], X).tolist() == [3, 6, 9, 12]
 
 
-def test_rows_are_strided(gpu: HostBackend) -> None:
+def test_rows_are_strided(gpu: GpuBackend) -> None:
     x = np.arange(15, dtype=np.float32).reshape(3, 5)
     source, target = upload(gpu, x), upload(gpu, np.full((3, 7), -1, dtype=np.float32))
     launch(gpu, values(source, target, rows=3, x_stride=5, out_stride=7))
@@ -56,21 +57,21 @@ def test_rows_are_strided(gpu: HostBackend) -> None:
     assert (result[:, 4:] == -1).all(), "padding is not touched"
 
 
-def test_an_input_row_may_be_read_again(gpu: HostBackend, pair: tuple[int, int]) -> None:
+def test_an_input_row_may_be_read_again(gpu: GpuBackend, pair: tuple[int, int]) -> None:
     target = gpu.alloc(48)
     launch(gpu, values(pair[0], target, rows=3, x_stride=0))
     assert download(gpu, target, np.empty((3, 4), dtype=np.float32)).tolist() == [[2, 4, 6, 8]] * 3
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
-def test_entry_decides_the_element_type(gpu: HostBackend, dtype: str) -> None:
+def test_entry_decides_the_element_type(gpu: GpuBackend, dtype: str) -> None:
     x = X.astype({"f16": np.float16, "bf16": ml_dtypes.bfloat16}[dtype])
     source, target = upload(gpu, x), upload(gpu, np.zeros_like(x))
     gpu.launch(gpu.kernel("toy", f"toy_{dtype}"), (1,), (32,), 0, 0, values(source, target))
     assert download(gpu, target, x).astype(np.float32).tolist() == [2, 4, 6, 8]
 
 
-def test_op_plans_and_launches(gpu: HostBackend, pair: tuple[int, int]) -> None:
+def test_op_plans_and_launches(gpu: GpuBackend, pair: tuple[int, int]) -> None:
     with gpu.launch_trace() as trace:
         toy.OP.launch(gpu, "f32", values(*pair))
     (record,) = trace
@@ -78,18 +79,18 @@ def test_op_plans_and_launches(gpu: HostBackend, pair: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [[], [1] * 9, values(0, 0, rows=1.5), values(0, 0, rows="1")])
-def test_op_names_a_wrong_argument(gpu: HostBackend, wrong: list[Any]) -> None:
+def test_op_names_a_wrong_argument(gpu: GpuBackend, wrong: list[Any]) -> None:
     with pytest.raises(TypeError, match="toy: "):
         toy.OP.launch(gpu, "f32", wrong)
 
 
-def test_op_without_a_plan(gpu: HostBackend) -> None:
+def test_op_without_a_plan(gpu: GpuBackend) -> None:
     op = Op(toy.SPEC, toy.reference, toy.make_inputs, ())
     with pytest.raises(UnknownKernel, match="neither a launch plan nor a library call"):
         op.launch(gpu, "f32", values(0, 0))
 
 
-def test_inputs_are_read_only_in_a_kernel(gpu: HostBackend, pair: tuple[int, int]) -> None:
+def test_inputs_are_read_only_in_a_reference() -> None:
     def scribble(*, x: Any, **_: Any) -> None:
         x[...] = 0
 
@@ -139,7 +140,7 @@ def test_scalars_arrive_as_float32(factor: float) -> None:
     ],
     ids=str,
 )
-def test_arguments_are_checked(gpu: HostBackend, change: dict[str, Any], error: type[Exception]) -> None:
+def test_arguments_are_checked(gpu: GpuBackend, change: dict[str, Any], error: type[Exception]) -> None:
     x, out = upload(gpu, np.zeros(4096, dtype=np.float32)), upload(gpu, X)
     with gpu.launch_trace() as trace, pytest.raises(error, match="toy: "):
         launch(gpu, values(**({"x": x, "out": out} | change)))
@@ -147,33 +148,42 @@ def test_arguments_are_checked(gpu: HostBackend, change: dict[str, Any], error: 
     assert np.array_equal(download(gpu, out, X), X)
 
 
-def test_extents_do_not_wrap(gpu: HostBackend, pair: tuple[int, int]) -> None:
+@host_only
+def test_extents_do_not_wrap(gpu: GpuBackend, pair: tuple[int, int]) -> None:
     """2**30 rows of 2**30 elements: the span is past 64 bits."""
     with pytest.raises(InvalidPointer, match="toy: x: span of"):
         launch(gpu, values(*pair, rows=1 << 30, width=1 << 30, x_stride=1 << 30, out_stride=1 << 30))
 
 
+@host_only
 @pytest.mark.parametrize("which", ["x", "bias", "out"])
-def test_spans_stay_inside_a_block(gpu: HostBackend, pair: tuple[int, int], which: str) -> None:
+def test_spans_stay_inside_a_block(gpu: GpuBackend, pair: tuple[int, int], which: str) -> None:
     pointers = {"x": pair[0], "out": pair[1]} | {which: upload(gpu, X) + 4}
     with gpu.launch_trace() as trace, pytest.raises(InvalidPointer, match=f"toy: {which}: span of 16 bytes .* 4 bytes"):
         launch(gpu, values(**pointers))
     assert trace == []
 
 
-def test_the_last_row_needs_no_padding(gpu: HostBackend) -> None:
+def test_the_last_row_needs_no_padding(gpu: GpuBackend) -> None:
     x = upload(gpu, np.ones(9, dtype=np.float32))
-    launch(gpu, values(x, upload(gpu, np.zeros(8, np.float32)), rows=2, x_stride=5))
+    out = upload(gpu, np.zeros(8, np.float32))
+    launch(gpu, values(x, out, rows=2, x_stride=5))
+    assert download(gpu, out, np.empty(8, np.float32)).tolist() == [2] * 8
+
+
+@host_only
+def test_the_last_row_has_its_elements(gpu: GpuBackend) -> None:
+    x = upload(gpu, np.ones(9, dtype=np.float32))
     with pytest.raises(InvalidPointer):
         launch(gpu, values(x, upload(gpu, np.zeros(8, np.float32)), rows=2, x_stride=6))
 
 
-def test_a_named_alias_may_share_memory(gpu: HostBackend, pair: tuple[int, int]) -> None:
+def test_a_named_alias_may_share_memory(gpu: GpuBackend, pair: tuple[int, int]) -> None:
     launch(gpu, values(pair[0], pair[0]))
     assert download(gpu, pair[0], X).tolist() == [2, 4, 6, 8]
 
 
-def test_other_overlaps_are_refused(gpu: HostBackend, pair: tuple[int, int]) -> None:
+def test_other_overlaps_are_refused(gpu: GpuBackend, pair: tuple[int, int]) -> None:
     x = upload(gpu, np.zeros(8, dtype=np.float32))
     with pytest.raises(ValueError, match="toy: out: expected memory apart from x"):
         launch(gpu, values(x, x + 4))
@@ -181,18 +191,22 @@ def test_other_overlaps_are_refused(gpu: HostBackend, pair: tuple[int, int]) -> 
         launch(gpu, values(x, pair[1], bias=pair[1]))
 
 
-def test_interleaved_rows_do_not_overlap(gpu: HostBackend) -> None:
+def test_interleaved_rows_do_not_overlap(gpu: GpuBackend) -> None:
     x = np.zeros((3, 8), dtype=np.float32)
     x[:, :4] = 5
     ptr = upload(gpu, x)
     launch(gpu, values(ptr, ptr + 16, rows=3, x_stride=8, out_stride=8))
     assert (download(gpu, ptr, x)[:, 4:] == 10).all()
+
+
+def test_rows_that_overlap_are_refused(gpu: GpuBackend) -> None:
+    ptr = upload(gpu, np.zeros((3, 8), dtype=np.float32))
     with pytest.raises(ValueError, match="apart from x"):
         launch(gpu, values(ptr, ptr + 12, rows=3, x_stride=8, out_stride=8))
 
 
 @pytest.mark.parametrize("count", [0, 7, 9])
-def test_the_count_of_arguments_is_checked(gpu: HostBackend, count: int) -> None:
+def test_the_count_of_arguments_is_checked(gpu: GpuBackend, count: int) -> None:
     with pytest.raises(TypeError, match=r"toy: expected 8 arguments \(x, bias, out"):
         launch(gpu, [1] * count)
 
@@ -218,16 +232,18 @@ def test_grids(axes: Any) -> None:
         (1, (32, 33), 0, "block: expected at most 1024 threads"),
         (1, (1, 1, 65), 0, "block"),
         (1, 32, -1, "shared_mem"),
-        (1, 32, MINIMUM.max_shared_bytes + 1, "shared_mem"),
+        (1, 32, None, "shared_mem"),
     ],
 )
-def test_geometry_past_a_limit(gpu: HostBackend, grid: Any, block: Any, shared: int, match: str) -> None:
+def test_geometry_past_a_limit(gpu: GpuBackend, grid: Any, block: Any, shared: int | None, match: str) -> None:
+    if shared is None:
+        shared = gpu.limits().max_shared_bytes + 1
     with pytest.raises(ValueError, match=match):
         gpu.launch(gpu.kernel("toy", "toy_f32"), grid, block, shared, 0, values(16, 32))
 
 
 @pytest.mark.parametrize("wrong", [1.0, (1, 2.0), "1", None, True, (True,), {1}, np.float32(1)])
-def test_geometry_of_another_type(gpu: HostBackend, wrong: Any) -> None:
+def test_geometry_of_another_type(gpu: GpuBackend, wrong: Any) -> None:
     handle = gpu.kernel("toy", "toy_f32")
     for grid, block, match in ((wrong, 32, "grid"), (1, wrong, "block")):
         with pytest.raises(TypeError, match=f"{match}: expected an integer"):
@@ -237,10 +253,12 @@ def test_geometry_of_another_type(gpu: HostBackend, wrong: Any) -> None:
             gpu.launch(handle, 1, 32, wrong, 0, values(16, 32))
 
 
-def test_modules_and_entries(gpu: HostBackend) -> None:
+def test_modules_and_entries(gpu: GpuBackend) -> None:
     assert gpu.has_module("toy")
     assert not gpu.has_module("other")
-    assert gpu.kernel("toy", "toy_bf16") == KernelHandle("toy", "toy_bf16")
+    handle = gpu.kernel("toy", "toy_bf16")
+    assert isinstance(handle, KernelHandle)
+    assert (handle.module, handle.name) == ("toy", "toy_bf16")
     with pytest.raises(UnknownKernel, match="no module 'other'; registered: toy"):
         gpu.kernel("other", "toy_f32")
     with pytest.raises(UnknownKernel, match="no entry 'toy'; it has toy_f32, toy_f16, toy_bf16"):
@@ -250,7 +268,7 @@ def test_modules_and_entries(gpu: HostBackend) -> None:
 
 
 @pytest.mark.parametrize("handle", [None, "toy_f32", ("toy", "toy_f32"), toy.OP])
-def test_a_handle_is_what_kernel_returned(gpu: HostBackend, handle: Any) -> None:
+def test_a_handle_is_what_kernel_returned(gpu: GpuBackend, handle: Any) -> None:
     with pytest.raises(TypeError, match="handle"):
         gpu.launch(handle, 1, 32, 0, 0, values(16, 32))
 
@@ -269,9 +287,9 @@ def test_registry() -> None:
         op.spec.entry("f64")
 
 
-def test_the_process_registry_is_the_default() -> None:
+def test_the_process_registry_is_the_default(device: Device) -> None:
     assert "toy" not in PROCESS_REGISTRY
-    with HostBackend() as gpu:
+    with device.open() as gpu:
         assert not gpu.has_module("toy")
 
 
@@ -280,7 +298,7 @@ def test_extents_may_be_products() -> None:
     assert spec.args[0].sizes(spec.dims([16, 4, 5, 6])) == (20, 3, 6)
 
 
-def test_debug_sync_waits_for_each_kernel(gpu: HostBackend, pair: tuple[int, int]) -> None:
+def test_debug_sync_waits_for_each_kernel(gpu: GpuBackend, pair: tuple[int, int]) -> None:
     assert gpu.debug_sync_kernels is False
     gpu.debug_sync_kernels = True
     assert gpu.debug_sync_kernels is True
@@ -290,7 +308,7 @@ def test_debug_sync_waits_for_each_kernel(gpu: HostBackend, pair: tuple[int, int
     gpu.destroy_graph(gpu.end_capture())
 
 
-def test_traces_nest_and_end(gpu: HostBackend, pair: tuple[int, int]) -> None:
+def test_traces_nest_and_end(gpu: GpuBackend, pair: tuple[int, int]) -> None:
     with gpu.launch_trace() as outer:
         launch(gpu, values(*pair))
         with gpu.launch_trace() as inner:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
-from gpu_runtime.host import HostBackend
 from gpu_runtime.streams import LEGACY_STREAM, stream_handle
+from tests.backends import host_only
 
 
 class Protocol:
@@ -82,7 +83,7 @@ def test_an_error_inside_the_protocol_comes_through() -> None:
         stream_handle(Broken())
 
 
-def test_every_form_reaches_a_stream(gpu: HostBackend) -> None:
+def test_every_form_reaches_a_stream(gpu: GpuBackend) -> None:
     ptr = gpu.alloc(4)
     own = gpu.create_stream()
     forms: list[Any] = [0, 1, 2, own, Protocol((0, 0)), Protocol((0, own)), gpu.default_stream()]
@@ -96,7 +97,14 @@ def test_every_form_reaches_a_stream(gpu: HostBackend) -> None:
     assert len({default, legacy, thread, own}) == 4
 
 
-@pytest.mark.parametrize("stream", [3, 0xDEAD_BEEF, Protocol((0, 0x5555))])
-def test_a_foreign_handle_is_refused(gpu: HostBackend, stream: Any) -> None:
+@pytest.mark.parametrize("stream", [3, 0x999])
+def test_what_cannot_be_a_stream_is_refused(gpu: GpuBackend, stream: Any) -> None:
+    with pytest.raises(DeviceError, match="expected a live stream"):
+        gpu.synchronize(stream)
+
+
+@host_only
+@pytest.mark.parametrize("stream", [0xDEAD_BEEF, Protocol((0, 0x5555))])
+def test_a_foreign_handle_is_refused(gpu: GpuBackend, stream: Any) -> None:
     with pytest.raises(DeviceError, match="expected a live stream of this backend"):
         gpu.synchronize(stream)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A kernel small enough to see through: ``out = x * factor (+ bias)``, over strided rows."""
+"""A kernel small enough to see through: ``out = x * factor (+ bias)``, over strided rows. toy.cu is its CUDA form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import metrale_kernels
 import numpy as np
 
 from gpu_runtime.backend import GpuBackend
@@ -33,7 +35,10 @@ SPEC = OpSpec(
 )
 
 FAIL = 666.0
-"""The factor for which the kernel fails while it runs."""
+"""The factor for which the kernel fails while it runs. On a GPU that is the end of the process's context."""
+
+SLOW = 0.75
+"""The factor for which the kernel takes 30 ms on a GPU, so that what should wait for it can be seen to wait."""
 
 
 def plan(dims: Mapping[str, int], dtype: str, limits: Limits) -> LaunchPlan:
@@ -52,7 +57,17 @@ def make_inputs(rng: np.random.Generator, dtype: str, **case: Any) -> Mapping[st
 
 
 REGISTRY = OpRegistry()
-OP = REGISTRY.register(Op(SPEC, reference, make_inputs, (), plan=plan))
+OP = REGISTRY.register(
+    Op(
+        SPEC,
+        reference,
+        make_inputs,
+        (),
+        plan=plan,
+        source=Path(__file__).with_suffix(".cu"),
+        include=(metrale_kernels.ROOT,),
+    )
+)
 
 
 def values(x: Any, out: Any, **changes: Any) -> list[Any]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Runs every mutant and fails when one survives: `python -m tests.mutation [GROUP ...]`."""
+"""Runs every mutant and fails when one survives: `python -m tests.mutation [GROUP ...]`.
+
+With ``--kernels`` it is the CUDA kernels that are mutated, and a GPU that the tests run on.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def main() -> int:
     parser.add_argument("group", nargs="*", help="only mutants of these groups")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--verbose", action="store_true", help="print each mutant and the test that noticed it")
+    parser.add_argument("--kernels", action="store_true", help="mutate the CUDA kernels; needs a GPU")
     options = parser.parse_args()
+    if options.kernels:
+        return run_kernels(set(options.group), options.workers, options.verbose)
     mutants = [m for m in (*OP_MUTANTS, *MODEL_MUTANTS) if not options.group or m.group in options.group]
     counts = collections.Counter(mutant.group for mutant in mutants)
     unknown = set(options.group) - set(counts)
@@ -62,6 +68,42 @@ def main() -> int:
     for group, count in sorted(counts.items()):
         print(f"{count:4} mutants of {group}")
     print(f"{len(mutants)} mutants, {len(mutants) - bad} noticed, {bad} not")
+    return 1 if bad else 0
+
+
+def run_kernels(groups: set[str], workers: int, verbose: bool) -> int:
+    """Run the mutants of the kernels of ``groups`` (empty: of all) and return the exit code."""
+    from tests.backends import why_no_gpu
+    from tests.mutation import kernel_runner
+
+    reason = why_no_gpu()
+    if reason:
+        print(f"kernels are mutated on a GPU: {reason}")
+        return 2
+    mutants = [mutant for mutant in kernel_runner.kernel_mutants() if not groups or mutant.op in groups]
+    counts = collections.Counter(mutant.op for mutant in mutants)
+    wanted = groups or set(kernel_runner.ops_by_name())
+    thin = sorted(name for name in wanted if counts[name] < LEAST_PER_GROUP)
+    if thin:
+        print(f"expected at least {LEAST_PER_GROUP} mutants of each kernel, too few of: {', '.join(thin)}")
+        return 2
+    for mutant in mutants:
+        mutant.text()  # an outdated mutant is an error, found before anything runs
+    unmutated = [kernel_runner.KernelMutant(name) for name in sorted(wanted)]
+    for outcome in kernel_runner.run_all(unmutated, workers):
+        if outcome.state != kernel_runner.MISSED:
+            print(f"{outcome.mutant.op} fails without any mutant: {outcome.detail}")
+            return 2
+    bad: collections.Counter[str] = collections.Counter()
+    for outcome in kernel_runner.run_all(mutants, workers):
+        if outcome.state != kernel_runner.NOTICED:
+            bad[outcome.mutant.op] += 1
+            print(f"{outcome.state}: {outcome.mutant} {outcome.detail}")
+        elif verbose:
+            print(f"{outcome.seconds:5.1f} s  {outcome.mutant}\n         {outcome.detail}")
+    for name, count in sorted(counts.items()):
+        print(f"{count:4} mutants of {name}, {count - bad[name]} noticed")
+    print(f"{len(mutants)} mutants, {len(mutants) - bad.total()} noticed, {bad.total()} not")
     return 1 if bad else 0
 
 

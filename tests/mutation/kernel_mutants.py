@@ -65,6 +65,22 @@ KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ("flags[r] = tainted", "flags[r] = !tainted"),
         ("if (r >= rows)", "if (r + 1 >= rows)"),
         ("__syncthreads_or(seen.taint != 0)", "(seen.taint != 0)"),  # takes a barrier away, too
+        # in the headers
+        ("~static_cast<unsigned>(index);", "static_cast<unsigned>(index);"),
+        (
+            "if (value > seen.best) {\n            raise(seen, value, group)",
+            "if (value >= seen.best) {\n            raise(seen, value, group)",
+        ),
+        ("if (values[i] > value)", "if (values[i] >= value)"),
+        ("seen.taint = group + g * threads < row.packs ? taint : seen.taint", "seen.taint = taint"),
+        ("seen.taint |= taint_word<float>", "seen.taint &= taint_word<float>"),
+        ("        const int pack = group + g * threads;", "        const int pack = group + g * threads + (g > 2);"),
+        ("step > 0; step /= 2", "step > 1; step /= 2"),
+        ("int warp = 1; warp <", "int warp = 2; warp <"),
+        ("    __syncthreads();\n", ""),
+        ("0xfc00fc00u", "0x00000000u"),
+        ("0xff80ff80u", "0x00000000u"),
+        ("0xff800000u", "0x00000000u"),
     ),
     "top_k": (
         ("place += keys[i] > key", "place += keys[i] < key"),
@@ -82,44 +98,11 @@ KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ("values += r * k", "values += r"),
         ("logits + r * stride, vocab", "logits + r * static_cast<long long>(vocab), vocab"),
         ("    __syncthreads();\n\n    const int found", "\n    const int found"),
+        # in the headers
+        ("fmaxf(value, -infinity()) + 0.0f", "value + 0.0f"),
+        ("x * 1.44269504f", "x"),
+        ("seen.sum *= exp_of(seen.best - value)", "seen.sum *= exp_of(value - seen.best)"),
+        ("if (values[i] > value)", "if (values[i] >= value)"),
     ),
 }
-"""By op: ``old`` stands exactly once in ``kernels/<op>.cu`` and becomes ``new``."""
-
-COMMON_MUTANTS: Final[dict[str, dict[str, Changes]]] = {
-    "argmax": {
-        "logits.cuh": (
-            ("~static_cast<unsigned>(index);", "static_cast<unsigned>(index);"),
-            (
-                "if (value > seen.best) {\n            raise(seen, value, group)",
-                "if (value >= seen.best) {\n            raise(seen, value, group)",
-            ),
-            ("if (values[i] > value)", "if (values[i] >= value)"),
-            ("seen.taint = group + g * threads < row.packs ? taint : seen.taint", "seen.taint = taint"),
-            ("seen.taint |= taint_word<float>", "seen.taint &= taint_word<float>"),
-            (
-                "        const int pack = group + g * threads;",
-                "        const int pack = group + g * threads + (g > 2);",
-            ),
-        ),
-        "reduce.cuh": (
-            ("step > 0; step /= 2", "step > 1; step /= 2"),
-            ("int warp = 1; warp <", "int warp = 2; warp <"),
-            ("    __syncthreads();\n", ""),
-        ),
-        "element.cuh": (
-            ("0xfc00fc00u", "0x00000000u"),
-            ("0xff80ff80u", "0x00000000u"),
-            ("0xff800000u", "0x00000000u"),
-        ),
-    },
-    "top_k": {
-        "logits.cuh": (
-            ("fmaxf(value, -infinity()) + 0.0f", "value + 0.0f"),
-            ("x * 1.44269504f", "x"),
-            ("seen.sum *= exp_of(seen.best - value)", "seen.sum *= exp_of(value - seen.best)"),
-            ("if (values[i] > value)", "if (values[i] >= value)"),
-        ),
-    },
-}
-"""By op and file of ``kernels/common``, in the same way."""
+"""By op: ``old`` stands exactly once in ``kernels/<op>.cu``, or else in its headers, and becomes ``new``."""

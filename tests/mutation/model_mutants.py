@@ -12,7 +12,10 @@ def _files(*names: str) -> tuple[str, ...]:
 
 # Those that notice first stand first; the slow ones about memory have nothing to say about these rules.
 _NUMBERS = (*_files("logits"), "-k", "not float16")
-_STATE = _files("rows", "sequences", "limits", "refusals", "reading", "failures", "memory", "factory", "streams")
+_STATE = (
+    *_files("rows", "sequences", "limits", "refusals", "reading", "failures", "memory", "factory"),
+    *_files("streams", "threads"),
+)
 _BOTH = (*_STATE, *_files("batching"), *_NUMBERS)
 
 
@@ -184,7 +187,8 @@ MODEL_MUTANTS: list[Mutant] = [
         "slots and rows",
         "metrale.nllb.logits",
         _STATE,
-        ("np.full(stride, -np.inf", "np.full(stride, 0.0"),
+        ("np.full(arena.row_elements, -np.inf", "np.full(arena.row_elements, 0.0"),
+        ("filled += count", "filled += 2 * count"),
         ("self._event_of_row[first : first + count] = [event] * count", "self._event_of_row[first] = event"),
         ('count * dtypes.itemsize("i32")', '0 * dtypes.itemsize("i32")'),
         ("np.flatnonzero(result[1])", "np.flatnonzero(result[1] * 0)"),
@@ -225,10 +229,41 @@ MODEL_MUTANTS: list[Mutant] = [
         ('"cross_norm": (names.cross_attn_norm,)', '"cross_norm": (names.self_attn_norm,)'),
         ('"encoder.norm": (ENCODER_NORM,)', '"encoder.norm": (DECODER_NORM,)'),
         ('"decoder.norm": (DECODER_NORM,)', '"decoder.norm": (ENCODER_NORM,)'),
-        ("at = at.offset(data.nbytes)", "at = at.offset(0)"),
         (
             'for affine in affines)\n        yield f"{region}.bias"',
             'for affine in affines[::-1])\n        yield f"{region}.bias"',
         ),
+    ),
+    *_rules(
+        "staging",
+        "metrale.nllb.staging",
+        ("tests/nllb/test_staging.py",),
+        ("at = at.offset(room.nbytes)", "at = at.offset(0)"),
+        ("        self._gpu.event_synchronize(self._buffers[0][1])\n", ""),
+        ("        self._gpu.record_event(self._buffers[0][1], self._stream)\n        self._b", "        self._b"),
+        ("        self._gpu.event_synchronize(self._events[self._next])", "        pass"),
+        ("        self._gpu.record_event(self._events[self._next], stream)\n", ""),
+        ("self._next = (self._next + 1) % len(self.slots)", "self._next = 0"),
+        ("            undo.callback(gpu.synchronize, self._stream)", "            undo.callback(gpu.default_stream)"),
+        ("values[done : done + len(room)]", "values[: len(room)]"),
+        ("            done += len(room)\n", "            done += len(room) + 1\n"),
+    ),
+    *_rules(
+        "staging",
+        "metrale.nllb.workspace",
+        ("tests/nllb/test_model_resources.py",),
+        ("return max(shape.gemm_workspace_bytes, *needs)", "return shape.gemm_workspace_bytes"),
+        ("return max(shape.gemm_workspace_bytes, *needs)", "return max(0, *needs)"),
+        ("        self._ring.free()\n", "        pass\n"),
+    ),
+    *_rules(
+        "staging",
+        "metrale.checkpoint.convert",
+        ("tests/checkpoint/test_convert.py",),
+        ("magnitude.max() >= infinity", "magnitude.max() > infinity"),
+        ("found = found or bool(", "found = bool("),
+        ("(magnitude == infinity).any()", "False"),
+        ("values[block], casting", "values[:_BLOCK][: len(out[block])], casting"),
+        ("np.isinf(converted) & np.isfinite(array)", "np.isinf(converted)"),
     ),
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Host backends that watch a model: one knows what is ordered after what, one fails a chosen call."""
+"""A host backend that watches a model: it knows what is ordered after what."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpu_runtime.errors import DeviceError
 from gpu_runtime.host import HostBackend
 from gpu_runtime.streams import StreamLike
 
@@ -32,7 +31,7 @@ class OrderedBackend(HostBackend):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(**{"check": True, **options})
         self.before: list[Nodes] = []
         self.host: Nodes = 0
         self.host_at_free: list[Nodes] = []
@@ -110,35 +109,3 @@ def holds(nodes: Nodes, wanted: list[int]) -> bool:
     assert wanted
     mask = sum(1 << node for node in wanted)
     return nodes & mask == mask
-
-
-class FaultyBackend(OrderedBackend):
-    """Fails one call that would enqueue something: number ``fail_at`` from when it was set, counting from 0."""
-
-    def __init__(self, **options: Any) -> None:
-        self._countdown: int | None = None
-        self.calls = 0
-        super().__init__(**options)
-
-    def fail_at(self, number: int | None) -> None:
-        self._countdown = number
-
-    def _step(self, what: str) -> None:
-        self.calls += 1
-        if self._countdown is not None:
-            self._countdown -= 1
-            if self._countdown < 0:
-                self._countdown = None
-                raise DeviceError(f"{what}: failed as asked")
-
-    def launch(self, *args: Any, **options: Any) -> None:
-        self._step("launch")
-        super().launch(*args, **options)
-
-    def gemm(self, *args: Any, **options: Any) -> None:
-        self._step("gemm")
-        super().gemm(*args, **options)
-
-    def copy_h2d_async(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
-        self._step("copy_h2d")
-        super().copy_h2d_async(src, dst, stream)

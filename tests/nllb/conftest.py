@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import metrale
-from gpu_runtime.host import HostBackend
+from gpu_runtime.backend import GpuBackend
 from metrale.nllb.model import NllbModel
+from tests.backends import Device
 from tests.nllb.decoding import DEMO, LIMITS
 from tests.reference.nllb_float64 import NllbFloat64
 from tests.reference.tiny import write_tiny
@@ -20,10 +21,25 @@ MakeModel = Callable[..., NllbModel]
 
 
 @pytest.fixture(scope="session")
-def demo_model() -> Iterator[NllbModel]:
+def demo_model(device: Device) -> Iterator[NllbModel]:
     """The demo model in float32 with 32 lanes. A test that uses it frees its sequences."""
-    with metrale.load(DEMO, HostBackend(), "float32", max_batch=32, **LIMITS) as model:
+    with device.open() as gpu, metrale.load(DEMO, gpu, "float32", max_batch=32, **LIMITS) as model:
         yield model
+
+
+@pytest.fixture(scope="session")
+def shared_gpu(device: Device) -> Iterator[GpuBackend]:
+    """A backend that no test closes."""
+    with device.open() as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def gpu(device: Device, shared_gpu: GpuBackend) -> Iterator[GpuBackend]:
+    """A backend without live blocks. On a GPU always the same one: another would load every kernel again."""
+    backend = device.open() if device.is_host else shared_gpu
+    yield backend
+    backend.sweep_unreleased()
 
 
 @pytest.fixture
@@ -52,19 +68,20 @@ def tiny_judge(tiny_folder: Path) -> NllbFloat64:
 
 
 @pytest.fixture
-def make_tiny(tiny_folder: Path) -> Iterator[MakeModel]:
-    """A function that loads the tiny checkpoint with small limits, on a new backend unless one is given."""
+def make_tiny(tiny_folder: Path, gpu: GpuBackend) -> Iterator[MakeModel]:
+    """A function that loads the tiny checkpoint with small limits, on the test's backend unless another is given."""
     models: list[NllbModel] = []
 
-    def make(gpu: HostBackend | None = None, dtype: str = "float32", **options: Any) -> NllbModel:
+    def make(on: GpuBackend | None = None, dtype: str = "float32", **options: Any) -> NllbModel:
         limits: dict[str, Any] = {"max_batch": 4, "max_source_len": 12, "max_new_tokens": 8}
-        model = metrale.load(tiny_folder, gpu or HostBackend(), dtype, **limits | options)
+        model = metrale.load(tiny_folder, on or gpu, dtype, **limits | options)
         models.append(model)
         return model
 
     yield make
     for model in models:
         model.close()
+    for model in models:
         assert model.gpu.live_alloc_count() == 0
 
 

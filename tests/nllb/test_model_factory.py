@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 import metrale
-from gpu_runtime.errors import BackendUnavailable
+from gpu_runtime.errors import BackendUnavailable, DeviceError
 from gpu_runtime.host import HostBackend
 from gpu_runtime.limits import Limits
+from gpu_runtime.op import REGISTRY
+from gpu_runtime.pointer import DevicePtr
 from metrale.errors import CheckpointError, InvalidInput, UnknownLanguage
+from metrale.model import PrefillSlice
+from metrale.nllb.plan import largest_launches
 from tests.nllb.decoding import DEMO
 from tests.reference.tiny import write_tiny
 
@@ -52,7 +56,8 @@ def test_auto_dtype(tiny_folder: Path, device: HostBackend, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["auto", "host"])
-def test_named_devices_belong_to_the_model(tiny_folder: Path, device: str) -> None:
+def test_named_devices_belong_to_the_model(tiny_folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METRALE_DEVICE", "host")
     with metrale.load(tiny_folder, device, **SMALL) as model:
         assert model.gpu.kind() == "host"
         assert model.logits_dtype() == "float32"
@@ -164,6 +169,117 @@ def test_a_path_that_is_none(path: Any) -> None:
 def test_heads_that_are_too_wide_are_refused_at_load(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "wide", 4, d_model=512, encoder_attention_heads=1, decoder_attention_heads=1)
     gpu = HostBackend()
-    with pytest.raises(CheckpointError, match=r"the encoder's attention \(heads 1, head_dim 512, .*too large here"):
+    with pytest.raises(CheckpointError, match=r"the encoder's packed_attention \(.*head_dim 512.*too large here"):
         metrale.load(folder, gpu, **SMALL)
     assert gpu.live_alloc_count() == 0
+
+
+class Narrow(HostBackend):
+    """A device that takes fewer blocks than others."""
+
+    def limits(self) -> Limits:
+        return replace(super().limits(), max_grid=(40, 65535, 65535))
+
+
+def test_limits_past_what_the_device_can_launch_are_refused_at_load(tiny_folder: Path) -> None:
+    """41 tokens of a packed pass are one block each; the largest launches are judged by the device's own limits."""
+    with Narrow() as gpu:
+        limits = {"max_batch": 1, "max_source_len": 40, "max_new_tokens": 4}
+        metrale.load(tiny_folder, gpu, "float32", **limits).close()
+        with pytest.raises(CheckpointError, match=r"the encoder's embed \(rows 41, .*too large here: grid: .*40"):
+            metrale.load(tiny_folder, gpu, "float32", **limits | {"max_source_len": 41})
+        assert gpu.live_alloc_count() == 0
+
+
+def test_the_largest_launches_are_those_of_the_specs(tiny_folder: Path) -> None:
+    """Every kernel of the model, each with a value for every integer parameter, and none that is larger in use."""
+    seen: dict[str, dict[str, int]] = {}
+
+    class Watched(HostBackend):
+        def launch(self, handle: Any, grid: Any, block: Any, shared_mem: int, stream: Any, args: Any, **o: Any) -> None:
+            super().launch(handle, grid, block, shared_mem, stream, args, **o)
+            dims = REGISTRY.find(handle.module, handle.name)[0].spec.dims(args)
+            for name, value in dims.items():
+                most = seen.setdefault(handle.module, {})
+                most[name] = max(value, most.get(name, 0))
+
+    limits = {"max_batch": 2, "max_source_len": 8, "max_new_tokens": 4}
+    with metrale.load(tiny_folder, Watched(), "float32", source=80, target=81, **limits) as model:
+        seqs = [model.alloc_sequence() for _ in range(2)]
+        model.prefill_batch_chunk([PrefillSlice.whole(list(range(40, 46)), seq) for seq in seqs])
+        model.argmax_rows(model.decode_batch([9, 9], seqs), 4)
+        planned: dict[str, dict[str, int]] = {}
+        for _, op, dims in largest_launches(model.shape):
+            assert list(dims) == list(op.spec.dims([0] * len(op.spec.args)))
+            most = planned.setdefault(op.spec.name, {})
+            most |= {name: max(value, most.get(name, 0)) for name, value in dims.items()}
+        assert planned == seen
+
+
+class Opened(HostBackend):
+    """What `open_backend` opens in the next test: it says when it is closed, and fails where it is asked to."""
+
+    def __init__(self, failing: str) -> None:
+        super().__init__()
+        self.failing, self.closed = failing, 0
+
+    def limits(self) -> Limits:
+        if self.failing == "limits":
+            raise DeviceError("limits: failed as asked")
+        return super().limits()
+
+    def alloc(self, nbytes: int, *, tag: str = "") -> DevicePtr:
+        if self.failing == tag:
+            raise DeviceError("alloc: failed as asked")
+        return super().alloc(nbytes, tag=tag)
+
+    def close(self) -> None:
+        self.closed += 1
+        super().close()
+
+
+@pytest.mark.parametrize("failing", ["limits", "weights", "logits"])
+def test_a_device_that_was_opened_for_a_failed_load_is_closed(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    gpu = Opened(failing)
+    monkeypatch.setattr("metrale.factory.open_backend", lambda name: gpu)
+    with pytest.raises(DeviceError, match="failed as asked"):
+        metrale.load(tiny_folder, "host", **SMALL)
+    assert gpu.closed > 0
+
+
+def test_a_device_that_is_given_is_left_open(tiny_folder: Path) -> None:
+    for gpu in (Opened("logits"), Opened("")):
+        if gpu.failing:
+            with pytest.raises(DeviceError, match="failed as asked"):
+                metrale.load(tiny_folder, gpu, **SMALL)
+        else:
+            metrale.load(tiny_folder, gpu, **SMALL).close()
+        assert gpu.closed == 0
+        gpu.close()
+
+
+def test_the_choices_are_logged(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="metrale"):
+        metrale.load(tiny_folder, "host", **SMALL).close()
+    lines = "\n".join(caplog.messages)
+    assert "device host: host (" in lines
+    assert "dtype auto: float32" in lines
+    assert "memory: weights" in lines
+
+
+@pytest.mark.parametrize("setting", ["gpu", "cuda:", "cuda:x"])
+def test_a_setting_that_is_no_device_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setenv("METRALE_DEVICE", setting)
+    for call in (metrale.load, metrale.memory_plan):
+        with pytest.raises(InvalidInput, match=f"METRALE_DEVICE: expected 'auto', .*, got '{setting}'"):
+            call(tiny_folder, **SMALL)
+        call(tiny_folder, "host", **SMALL)
+
+
+def test_the_setting_is_what_auto_stands_for(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METRALE_DEVICE", "cuda:99")
+    for call in (metrale.load, metrale.memory_plan):
+        with pytest.raises(BackendUnavailable):
+            call(tiny_folder, **SMALL)

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
+from gpu_runtime.faults import FailCall
 from metrale.errors import SequenceError
 from metrale.model import PrefillSlice
 from metrale.nllb.model import NllbModel
-from tests.nllb.backends import FaultyBackend
+from tests.backends import Device, host_only
+from tests.nllb.backends import OrderedBackend
 from tests.nllb.conftest import MakeModel
 from tests.nllb.decoding import Case, begin, block, prefilled, state
 
@@ -17,14 +22,25 @@ ONE = Case([5, 6, 7], 80, 81, [])
 TWO = Case([30, 31], 82, 83, [])
 
 
-@pytest.fixture
-def gpu() -> FaultyBackend:
-    return FaultyBackend()
+ENQUEUES = ("launch", "gemm", "copy_h2d")
+"""The kinds of calls that a forward is made of, besides events."""
+
+
+@pytest.fixture(scope="module")
+def fault() -> FailCall:
+    """What fails a call of a forward; not armed."""
+    return FailCall(ENQUEUES, nth=None)
+
+
+@pytest.fixture(scope="module")
+def faulty(device: Device, fault: FailCall) -> Iterator[GpuBackend]:
+    with device.open(faults=(fault,)) as backend:
+        yield backend
 
 
 @pytest.fixture
-def model(gpu: FaultyBackend, make_tiny: MakeModel) -> NllbModel:
-    return make_tiny(gpu)
+def model(faulty: GpuBackend, make_tiny: MakeModel) -> NllbModel:
+    return make_tiny(faulty)
 
 
 def row(model: NllbModel, ptr: int, index: int = 0) -> bytes:
@@ -32,13 +48,13 @@ def row(model: NllbModel, ptr: int, index: int = 0) -> bytes:
     return model.copy_logits_to_host(base.offset(ptr - base + index * model.logits_row_bytes())).tobytes()
 
 
-def test_every_call_of_a_prefill(model: NllbModel, gpu: FaultyBackend) -> None:
+def test_every_call_of_a_prefill(model: NllbModel, fault: FailCall) -> None:
     """Fresh sequences stay fresh, a live neighbour that is not part of it goes on with the same bits."""
     neighbour, first, second = prefilled(model, TWO), begin(model, ONE), begin(model, TWO)
     slices = [PrefillSlice.whole(ONE.tokens, first), PrefillSlice.whole(TWO.tokens, second)]
-    calls = gpu.calls
+    calls = fault.seen
     ptrs = model.prefill_batch_chunk_rows(slices, 0, 2)
-    calls = gpu.calls - calls
+    calls = fault.seen - calls
     assert calls > 50
     expected = [row(model, ptr) for ptr in ptrs]
     step = row(model, model.decode_batch([9, 10], [first, second]), 1)
@@ -49,8 +65,8 @@ def test_every_call_of_a_prefill(model: NllbModel, gpu: FaultyBackend) -> None:
         neighbour, first, second = prefilled(model, TWO), begin(model, ONE), begin(model, TWO)
         slices = [PrefillSlice.whole(ONE.tokens, first), PrefillSlice.whole(TWO.tokens, second)]
         before = [state(seq) for seq in (neighbour, first, second)]
-        gpu.fail_at(number)
-        with pytest.raises(DeviceError, match="failed as asked"):
+        fault.arm(number)
+        with pytest.raises(DeviceError, match="was to fail"):
             model.prefill_batch_chunk_rows(slices, 0, 2)
         assert [state(seq) for seq in (neighbour, first, second)] == before
         for seq in (first, second):
@@ -61,13 +77,14 @@ def test_every_call_of_a_prefill(model: NllbModel, gpu: FaultyBackend) -> None:
         assert row(model, model.decode_batch([9, 10], [first, second]), 1) == step
 
 
-def test_every_call_of_a_decode_step(model: NllbModel, gpu: FaultyBackend) -> None:
+def test_every_call_of_a_decode_step(model: NllbModel, fault: FailCall) -> None:
+    gpu = model.gpu
     seqs = [prefilled(model, ONE), prefilled(model, TWO)]
     model.decode_batch([8, 8], seqs)
     before, kv = [state(seq) for seq in seqs], block(gpu, "KV cache")
-    calls = gpu.calls
+    calls = fault.seen
     base = model.decode_batch([9, 10], seqs)
-    calls = gpu.calls - calls
+    calls = fault.seen - calls
     assert calls > 30
     expected, kv_after = [row(model, base, lane) for lane in range(2)], block(gpu, "KV cache")
     assert kv_after != kv
@@ -77,8 +94,8 @@ def test_every_call_of_a_decode_step(model: NllbModel, gpu: FaultyBackend) -> No
         seqs = [prefilled(model, ONE), prefilled(model, TWO)]
         model.decode_batch([8, 8], seqs)
         assert [state(seq) for seq in seqs] == before
-        gpu.fail_at(number)
-        with pytest.raises(DeviceError, match="failed as asked"):
+        fault.arm(number)
+        with pytest.raises(DeviceError, match="was to fail"):
             model.decode_batch([9, 10], seqs)
         assert [state(seq) for seq in seqs] == before
         # Only the positions that the step was about to write may differ, and they end up as they would have been.
@@ -88,11 +105,11 @@ def test_every_call_of_a_decode_step(model: NllbModel, gpu: FaultyBackend) -> No
 
 
 @pytest.mark.parametrize("number", [0, 1, 25, 50])
-def test_a_failed_second_prefill_empties_the_sequence(model: NllbModel, gpu: FaultyBackend, number: int) -> None:
+def test_a_failed_second_prefill_empties_the_sequence(model: NllbModel, fault: FailCall, number: int) -> None:
     """Its KV may be half of either source: it cannot be decoded until a prefill succeeds."""
     seq, neighbour = prefilled(model, ONE), prefilled(model, TWO)
     model.decode_batch([9, 9], [seq, neighbour])
-    gpu.fail_at(number)
+    fault.arm(number)
     with pytest.raises(DeviceError):
         model.prefill(TWO.tokens, seq)
     assert state(seq) == (0, [], 0, 0, 80, 81)
@@ -103,14 +120,16 @@ def test_a_failed_second_prefill_empties_the_sequence(model: NllbModel, gpu: Fau
     assert state(seq) == (0, [2, 81], 2, 2, 80, 81)
 
 
+@host_only
 @pytest.mark.parametrize("call", ["prefill", "decode"])
-def test_the_next_forward_comes_after_what_a_failed_one_left_behind(
-    model: NllbModel, gpu: FaultyBackend, call: str
-) -> None:
+def test_the_next_forward_comes_after_what_a_failed_one_left_behind(make_tiny: MakeModel, call: str) -> None:
     """The failed call's work is still on its stream, and uses the activations that the next one overwrites."""
+    fault = FailCall(ENQUEUES, nth=None)
+    gpu = OrderedBackend(faults=(fault,))
+    model = make_tiny(gpu)
     seq, other = prefilled(model, ONE), prefilled(model, TWO)
     streams = [model.create_stream(), model.create_stream()]
-    gpu.fail_at(20)
+    fault.arm(20)
     with gpu.noted() as failed, pytest.raises(DeviceError):
         model.prefill(ONE.tokens, seq, streams[0]) if call == "prefill" else model.decode(9, seq, streams[0])
     with gpu.noted() as later:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import metrale
-from gpu_runtime.host import HostBackend
+from gpu_runtime.backend import GpuBackend
 from metrale.nllb.model import NllbModel
 from tests.nllb.decoding import DEMO, EOS, GOLDEN, START, greedy, greedy_together
 
@@ -37,12 +37,12 @@ def test_in_batches_of_mixed_languages(demo: NllbModel, size: int) -> None:
         assert greedy_together(demo, cases) == [case.ids for case in cases]
 
 
-def test_a_small_encoder_workspace_only_splits_the_pass() -> None:
+def test_a_small_encoder_workspace_only_splits_the_pass(gpu: GpuBackend) -> None:
     """Sources of up to 46 ids through passes of at most 64."""
     cases = GOLDEN[:16]
     assert sum(len(case.src) for case in cases) > 3 * 64
     with metrale.load(
-        DEMO, HostBackend(), "float32", max_batch=16, max_source_len=64, max_new_tokens=64, max_encoder_tokens=64
+        DEMO, gpu, "float32", max_batch=16, max_source_len=64, max_new_tokens=64, max_encoder_tokens=64
     ) as model:
         assert greedy_together(model, cases) == [case.ids for case in cases]
 

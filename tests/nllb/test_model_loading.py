@@ -84,11 +84,11 @@ def write_sparse(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
-def test_loading_takes_the_model_and_a_few_chunks(tmp_path: Path, dtype: str, itemsize: int) -> None:
-    """At most 200 MiB beside the model, where a gigabyte would be allowed: two chunks of 64 MiB, and one converted.
+def test_loading_takes_the_model_and_a_few_buffers(tmp_path: Path, dtype: str, itemsize: int) -> None:
+    """At most 100 MiB beside the model: two chunks of 8 MiB as stored, and two page-locked buffers of 16 MiB.
 
-    A copy of the whole checkpoint, or of its embedding alone (256 MiB as stored), would be found. A good part of a
-    chunk is seen, else nothing was measured.
+    A copy of the whole checkpoint, or of its embedding alone (256 MiB as stored), would be found. The buffers are seen,
+    else nothing was measured; they are gone afterwards.
     """
     stored = write_sparse(tmp_path)
     assert stored > 600e6
@@ -98,7 +98,7 @@ def test_loading_takes_the_model_and_a_few_chunks(tmp_path: Path, dtype: str, it
     assert result.returncode == 0, result.stderr
     peak, after, weights, total, took = map(float, result.stdout.split())
     assert 0 <= weights - stored / 4 * itemsize < MIB
-    assert total <= after < total + 32 * MIB
-    assert total + 32 * MIB < peak < total + 200 * MIB
+    assert total - MIB <= after < total + 24 * MIB
+    assert total + 32 * MIB < peak < total + 100 * MIB
     assert took < 10
     assert time.perf_counter() - began < 20

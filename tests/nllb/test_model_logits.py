@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import metrale
-from gpu_runtime.host import HostBackend
+from gpu_runtime.backend import GpuBackend
 from metrale.model import PrefillSlice
 from metrale.nllb.model import NllbModel
 from metrale.nllb.positions import sinusoidal
@@ -52,12 +52,13 @@ VARIANTS: list[tuple[int, dict[str, Any], list[int], list[int]]] = [
 
 @pytest.mark.parametrize(("seed", "overrides", "src", "dec"), VARIANTS, ids=[f"seed{v[0]}" for v in VARIANTS])
 def test_tiny_models_in_float32(
-    tmp_path: Path, seed: int, overrides: dict[str, Any], src: list[int], dec: list[int]
+    tmp_path: Path, gpu: GpuBackend, seed: int, overrides: dict[str, Any], src: list[int], dec: list[int]
 ) -> None:
     """All activations, odd width, unequal heads and layers, unscaled embeddings, positions past the config's."""
     folder = write_tiny(tmp_path / "model", seed, **overrides)
     case = Case(src[1:-1], src[0], dec[1], [*dec, 0])
-    with metrale.load(folder, HostBackend(), max_batch=1, max_source_len=len(src), max_new_tokens=len(dec)) as model:
+    limits = {"max_batch": 1, "max_source_len": len(src), "max_new_tokens": len(dec)}
+    with metrale.load(folder, gpu, "float32", **limits) as model:
         logits = forced(model, case)
     reference = NllbFloat64.load(folder).logits(src, dec)[1:]
     assert relative(logits, reference) <= FLOAT32
@@ -71,12 +72,12 @@ def test_the_variants_cover_what_a_config_can_say() -> None:
     assert any(len(src) > c["max_position_embeddings"] for (_, _, src, _), c in zip(VARIANTS, configs, strict=True))
 
 
-def test_the_decoder_starts_as_the_generation_config_says(tmp_path: Path) -> None:
+def test_the_decoder_starts_as_the_generation_config_says(tmp_path: Path, gpu: GpuBackend) -> None:
     """Which is where transformers looks as well."""
     folder = write_tiny(tmp_path / "model", 37)
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder_start_token_id": 11}))
-    with metrale.load(folder, HostBackend(), max_batch=1, max_source_len=8, max_new_tokens=4) as model:
+    with metrale.load(folder, gpu, "float32", max_batch=1, max_source_len=8, max_new_tokens=4) as model:
         seq = model.alloc_sequence()
         seq.src_lang_id, seq.tgt_lang_id = 80, 81
         row = model.copy_logits_to_host(model.prefill([5, 6], seq))
@@ -106,24 +107,24 @@ def errors(model: NllbModel, cases: list[int], reference: list[NDArray[np.float6
     }
 
 
-def test_bfloat16_is_no_worse_than_transformers(reference: list[NDArray[np.float64]]) -> None:
+def test_bfloat16_is_no_worse_than_transformers(gpu: GpuBackend, reference: list[NDArray[np.float64]]) -> None:
     """At most 1.2 times its error over all cases, on the same inputs, decoded with the cache as it does.
 
     Judged over all cases together: the error of one case is one draw of rounding noise, and differs by 1.9 times either
     way between two equally good implementations.
     """
     theirs = RECORDED["overall"]["bfloat16"]["cached"]
-    with metrale.load(DEMO, HostBackend(), "bfloat16", max_batch=1, **LIMITS) as model:
+    with metrale.load(DEMO, gpu, "bfloat16", max_batch=1, **LIMITS) as model:
         ours = errors(model, list(range(len(GOLDEN))), reference)
     for name, error in ours.items():
         assert error <= 1.2 * theirs[name], (name, error, theirs[name])
         assert error >= 0.1 * theirs[name], f"{name}: too good to be bfloat16"
 
 
-def test_float16_is_eight_times_better_than_bfloat16(reference: list[NDArray[np.float64]]) -> None:
+def test_float16_is_eight_times_better_than_bfloat16(gpu: GpuBackend, reference: list[NDArray[np.float64]]) -> None:
     """It has three more bits; so 1.2 / 8 of the recorded bfloat16 error, over a quarter of the cases (it is slow)."""
     theirs = RECORDED["overall"]["bfloat16"]["cached"]
-    with metrale.load(DEMO, HostBackend(), "float16", max_batch=1, **LIMITS) as model:
+    with metrale.load(DEMO, gpu, "float16", max_batch=1, **LIMITS) as model:
         ours = errors(model, list(range(0, len(GOLDEN), 4)), reference)
     for name, error in ours.items():
         assert error <= 1.2 / 8 * theirs[name], (name, error, theirs[name])

@@ -12,8 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import metrale
+from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError, OutOfMemory
-from gpu_runtime.host import HostBackend
+from gpu_runtime.faults import Budget, FailCall
 from metrale.errors import SequenceError
 from metrale.model import PrefillSlice
 from metrale.nllb.config import NllbConfig
@@ -21,7 +22,7 @@ from metrale.nllb.limits import ModelShape, ServingLimits
 from metrale.nllb.model import NllbModel
 from metrale.nllb.plan import MemoryPlan
 from metrale.nllb.workspace import workspace_layout
-from tests.nllb.backends import FaultyBackend
+from tests.backends import ON_CUDA, Device, damaged
 from tests.nllb.conftest import MakeModel
 from tests.nllb.decoding import DEMO, Case, begin, prefilled
 from tests.reference.tiny import tiny_config, write_tiny
@@ -39,21 +40,20 @@ SMALL: dict[str, Any] = {"max_batch": 2, "max_source_len": 8, "max_new_tokens": 
         {"max_batch": 1, "max_source_len": 2, "max_new_tokens": 2},
     ],
 )
-def test_the_plan_is_what_is_allocated(tiny_folder: Path, dtype: str, limits: dict[str, Any]) -> None:
-    with HostBackend() as gpu:
-        plan = metrale.memory_plan(tiny_folder, gpu, dtype, **limits)
-        assert (gpu.live_bytes(), gpu.live_alloc_count()) == (0, 0)
-        model = metrale.load(tiny_folder, gpu, dtype, **limits)
-        assert model.memory_plan() == plan
-        assert {entry.tag: entry.nbytes for entry in gpu.alloc_report()} == {
-            "weights": plan.weights,
-            "KV cache": plan.kv,
-            "workspace": plan.workspace,
-            "logits": plan.logits,
-        }
-        assert gpu.live_bytes() == plan.total
-        model.close()
-        assert gpu.live_alloc_count() == 0
+def test_the_plan_is_what_is_allocated(gpu: GpuBackend, tiny_folder: Path, dtype: str, limits: dict[str, Any]) -> None:
+    plan = metrale.memory_plan(tiny_folder, gpu, dtype, **limits)
+    assert (gpu.live_bytes(), gpu.live_alloc_count()) == (0, 0)
+    model = metrale.load(tiny_folder, gpu, dtype, **limits)
+    assert model.memory_plan() == plan
+    assert {entry.tag: entry.nbytes for entry in gpu.alloc_report()} == {
+        "weights": plan.weights,
+        "KV cache": plan.kv,
+        "workspace": plan.workspace,
+        "logits": plan.logits,
+    }
+    assert gpu.live_bytes() == plan.total
+    model.close()
+    assert gpu.live_alloc_count() == 0
 
 
 def test_the_plan_of_the_demo_model() -> None:
@@ -94,7 +94,7 @@ def test_nothing_grows(make_tiny: MakeModel) -> None:
     for _ in range(3):
         use(model)
         assert model.gpu.alloc_report() == before
-    assert model.gpu.scan_redzones() == []
+    assert damaged(model.gpu) == []
 
 
 def thresholds(plan: MemoryPlan) -> list[int]:
@@ -103,9 +103,11 @@ def thresholds(plan: MemoryPlan) -> list[int]:
     return [int(total) - 1 for total in sums]
 
 
-def test_a_plan_that_cannot_fit_is_refused_before_anything_is_read(tiny_folder: Path) -> None:
-    plan = metrale.memory_plan(tiny_folder, "host", "float32", **SMALL)
-    with HostBackend(memory_limit=plan.total - 1) as gpu, gpu.launch_trace() as trace:
+def test_a_plan_that_cannot_fit_is_refused_before_anything_is_read(
+    device: Device, gpu: GpuBackend, tiny_folder: Path
+) -> None:
+    plan = metrale.memory_plan(tiny_folder, gpu, "float32", **SMALL)
+    with device.open(memory_limit=plan.total - 1) as gpu, gpu.launch_trace() as trace:
         with pytest.raises(
             OutOfMemory, match=r"the model needs .* bytes \(weights .*, kv .*\), and .* are free"
         ) as full:
@@ -114,104 +116,76 @@ def test_a_plan_that_cannot_fit_is_refused_before_anything_is_read(tiny_folder: 
         assert not trace
 
 
-def test_limits_past_all_memory_are_refused_at_once(tiny_folder: Path) -> None:
+def test_limits_past_all_memory_are_refused_at_once(gpu: GpuBackend, tiny_folder: Path) -> None:
     for name in ("max_batch", "max_source_len", "max_new_tokens"):
         with pytest.raises(OutOfMemory, match="the model needs"):
-            metrale.load(tiny_folder, "host", "float32", **{name: 10**9})
-
-
-class Optimist(HostBackend):
-    """A device that promises more memory than it gives, as one that others share may do."""
-
-    def free_memory(self) -> int:
-        return 1 << 60
+            metrale.load(tiny_folder, gpu, "float32", **{name: 10**9})
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_out_of_memory_at_each_allocation(tiny_folder: Path, number: int) -> None:
-    """Nothing stays allocated, and the same backend then holds a smaller model."""
-    plan = metrale.memory_plan(tiny_folder, "host", "float32", **SMALL)
-    limit = thresholds(plan)[number]
-    with Optimist(memory_limit=limit) as gpu:
+def test_out_of_memory_at_each_allocation(device: Device, gpu: GpuBackend, tiny_folder: Path, number: int) -> None:
+    """On a device that gives less than it promised. Nothing stays allocated, and with more it holds the model."""
+    plan = metrale.memory_plan(tiny_folder, gpu, "float32", **SMALL)
+    budget = Budget(thresholds(plan)[number])
+    with device.open(faults=(budget,)) as gpu:
         with pytest.raises(OutOfMemory) as full:
             metrale.load(tiny_folder, gpu, "float32", **SMALL)
         assert full.value.requested == (plan.weights, plan.kv, plan.workspace, plan.logits)[number]
         assert (gpu.live_bytes(), gpu.live_alloc_count()) == (0, 0)
-        if number:
-            with metrale.load(tiny_folder, gpu, "bfloat16", max_batch=1, max_source_len=8, max_new_tokens=4) as model:
-                prefilled(model, ONE)
+        budget.limit = plan.total
+        with metrale.load(tiny_folder, gpu, "float32", **SMALL) as model:
+            prefilled(model, ONE)
         assert gpu.live_bytes() == 0
 
 
-def test_exactly_enough_memory(tiny_folder: Path) -> None:
-    total = metrale.memory_plan(tiny_folder, "host", "float32", **SMALL).total
+def test_exactly_enough_memory(device: Device, gpu: GpuBackend, tiny_folder: Path) -> None:
+    total = metrale.memory_plan(tiny_folder, gpu, "float32", **SMALL).total
     with (
-        HostBackend(memory_limit=total) as gpu,
+        device.open(memory_limit=total) as gpu,
         metrale.load(tiny_folder, gpu, "float32", **SMALL) as model,
     ):
         use(model)
         assert gpu.free_memory() == 0
 
 
-def test_a_device_that_fails_while_loading_keeps_nothing(tiny_folder: Path) -> None:
-    gpu = FaultyBackend()
-    metrale.load(tiny_folder, gpu, "float32", **SMALL).close()
-    calls = gpu.calls
-    assert calls > 80
-    for number in range(calls):
-        gpu.fail_at(number)
-        with pytest.raises(DeviceError, match="failed as asked"):
-            metrale.load(tiny_folder, gpu, "float32", **SMALL)
-        assert gpu.live_alloc_count() == 0
-    with metrale.load(tiny_folder, gpu, "float32", **SMALL) as model:
-        use(model)
+def test_a_device_that_fails_while_loading_keeps_nothing(device: Device, tiny_folder: Path) -> None:
+    fault = FailCall(nth=None)
+    with device.open(faults=(fault,)) as gpu:
+        metrale.load(tiny_folder, gpu, "float32", **SMALL).close()
+        calls = fault.seen
+        assert calls > 80
+        for number in range(calls):
+            fault.arm(number)
+            with pytest.raises(DeviceError, match="was to fail"):
+                metrale.load(tiny_folder, gpu, "float32", **SMALL).close()
+            assert gpu.live_alloc_count() == 0
+        fault.arm(None)
+        with metrale.load(tiny_folder, gpu, "float32", **SMALL) as model:
+            use(model)
 
 
-def test_a_value_that_does_not_fit_keeps_nothing(tmp_path: Path) -> None:
+def test_a_value_that_does_not_fit_keeps_nothing(gpu: GpuBackend, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "model", 4, scale_embedding=False)
-    with HostBackend() as gpu:
-        tensors = load_file(folder / "model.safetensors")
-        tensors["model.decoder.layer_norm.bias"][3] = 1e6
-        save_file(tensors, folder / "model.safetensors")
-        with pytest.raises(metrale.CheckpointError, match="do not fit in f16"):
-            metrale.load(folder, gpu, "float16", **SMALL)
-        assert gpu.live_alloc_count() == 0
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.decoder.layer_norm.bias"][3] = 1e6
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(metrale.CheckpointError, match="do not fit in f16"):
+        metrale.load(folder, gpu, "float16", **SMALL)
+    assert gpu.live_alloc_count() == 0
 
 
-def test_closing_frees_everything_once(tiny_folder: Path) -> None:
-    with HostBackend() as gpu:
-        for end in (NllbModel.close, NllbModel.teardown):
-            model = metrale.load(tiny_folder, gpu, "float32", **SMALL)
-            prefilled(model, ONE)
-            end(model)
-            assert (gpu.live_bytes(), gpu.live_alloc_count()) == (0, 0)
-            model.close()
-            model.teardown()
-        with metrale.load(tiny_folder, gpu, "float32", **SMALL):
-            assert gpu.live_alloc_count() == 4
-        assert gpu.live_alloc_count() == 0
-        gpu.copy_h2d(b"ok", gpu.alloc(2))  # the backend is the caller's, and open
-        gpu.sweep_unreleased()
-
-
-def test_closing_destroys_the_events(make_tiny: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = HostBackend()
-    events: list[int] = []
-    create = gpu.create_event
-
-    def noted(*, timing: bool = False) -> int:
-        events.append(create(timing=timing))
-        return events[-1]
-
-    monkeypatch.setattr(gpu, "create_event", noted)
-    model = make_tiny(gpu)
-    prefilled(model, ONE)
-    assert len(events) > 8
-    assert all(gpu.event_query(event) for event in events)
-    model.close()
-    for event in events:
-        with pytest.raises(DeviceError, match="event"):
-            gpu.event_query(event)
+def test_closing_frees_everything_once(gpu: GpuBackend, tiny_folder: Path) -> None:
+    for end in (NllbModel.close, NllbModel.teardown):
+        model = metrale.load(tiny_folder, gpu, "float32", **SMALL)
+        prefilled(model, ONE)
+        end(model)
+        assert (gpu.live_bytes(), gpu.live_alloc_count()) == (0, 0)
+        model.close()
+        model.teardown()
+    with metrale.load(tiny_folder, gpu, "float32", **SMALL):
+        assert gpu.live_alloc_count() == 4
+    assert gpu.live_alloc_count() == 0
+    gpu.copy_h2d(b"ok", gpu.alloc(2))  # the backend is the caller's, and open
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -239,6 +213,9 @@ def test_every_region_of_the_workspace_holds_what_a_pass_writes_there(
     assert size["encoder.table"] >= tokens * (8 + 4 + 4) + (tokens + 1) * 4
     assert size["decoder.table"] >= rows * (8 + 8 + 4 + 4 + 4 + 4)
     assert size["argmax"] >= 2 * rows * 4
+    assert size["gemm"] == 0
+    wanting = ModelShape(config, 97, dtype, ServingLimits(64, 40, 8, tokens), 12345)
+    assert workspace_layout(wanting).nbytes - layout.nbytes == 12544  # the next multiple of 256
 
 
 def test_a_closed_model_refuses_calls(make_tiny: MakeModel) -> None:
@@ -275,25 +252,10 @@ def test_a_closed_model_refuses_calls(make_tiny: MakeModel) -> None:
     assert (model.vocab_size(), model.memory_plan().kv) == (97, 4 * 21 * 768)
 
 
-class Unwaitable(HostBackend):
-    """A device on which work went wrong: waiting for it raises."""
-
-    def event_synchronize(self, event: int) -> None:
-        raise DeviceError("event_synchronize: failed as asked")
-
-
-def test_memory_is_freed_even_when_the_device_is_broken(tiny_folder: Path) -> None:
-    gpu = Unwaitable()
-    model = metrale.load(tiny_folder, gpu, "float32", **SMALL)
-    prefilled(model, ONE)
-    with pytest.raises(DeviceError, match="failed as asked"):
-        model.close()
-    assert gpu.live_alloc_count() == 0
-    model.close()
-
-
-def test_a_model_closes_the_backend_that_it_opened(tiny_folder: Path) -> None:
-    model = metrale.load(tiny_folder, "host", **SMALL)
+@pytest.mark.parametrize("name", ["host", ON_CUDA])
+def test_a_model_closes_the_backend_that_it_opened(tiny_folder: Path, name: str) -> None:
+    model = metrale.load(tiny_folder, name, **SMALL)
+    assert model.gpu.kind() == name
     prefilled(model, ONE)
     model.close()
     with pytest.raises(DeviceError, match="closed"):

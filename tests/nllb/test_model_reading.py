@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import metrale
 from gpu_runtime import dtypes
-from gpu_runtime.host import HostBackend
+from gpu_runtime.backend import GpuBackend
 from metrale.errors import InvalidInput, NonFiniteLogits
 from metrale.nllb.model import NllbModel
 from tests.nllb.conftest import MakeModel
@@ -139,13 +139,13 @@ def test_a_poked_row_is_overwritten_by_the_next_step(tiny: NllbModel) -> None:
     tiny.argmax_on_device(tiny.decode(10, seq))
 
 
-def test_a_checkpoint_with_a_nan_is_served_and_every_row_named(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_nan_is_served_and_every_row_named(tmp_path: Path, gpu: GpuBackend) -> None:
     """As a checkpoint that training broke: no crash, no token."""
     folder = write_tiny(tmp_path / "model", 3)
     tensors = tiny_tensors(3, tiny_config())
     tensors["model.decoder.layers.1.fc2.bias"][7] = np.nan
     save_file(tensors, folder / "model.safetensors")
-    with metrale.load(folder, HostBackend(), max_batch=2, max_source_len=8, max_new_tokens=4) as model:
+    with metrale.load(folder, gpu, "float32", max_batch=2, max_source_len=8, max_new_tokens=4) as model:
         seqs = [prefilled(model, case) for case in CASES[:2]]
         with pytest.raises(NonFiniteLogits) as bad:
             model.argmax_batch(model.decode_batch([9, 10], seqs), 2)

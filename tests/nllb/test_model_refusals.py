@@ -13,6 +13,7 @@ from gpu_runtime.errors import DeviceError
 from metrale.errors import InvalidInput, NotSupported
 from metrale.model import PrefillSlice, SequenceState
 from metrale.nllb.model import NllbModel
+from tests.backends import host_only
 from tests.nllb.conftest import MakeModel
 from tests.nllb.decoding import Case, arena, begin, block, prefilled, state
 
@@ -120,10 +121,18 @@ def test_an_adapter_that_is_not_there(tiny: NllbModel) -> None:
     assert_refused(tiny, call, "adapter_slot", NotSupported)
 
 
+@host_only
 def test_a_stream_that_is_not_there(tiny: NllbModel) -> None:
     """The sequence that would have been prefilled again keeps what it has."""
     assert_refused(tiny, lambda model, live, fresh: model.prefill([5], live, 0x7FFF), "stream", DeviceError)
     assert_refused(tiny, lambda model, live, fresh: model.decode(5, live, 0x7FFF), "stream", DeviceError)
+
+
+def test_a_stream_that_was_destroyed(tiny: NllbModel) -> None:
+    stream = tiny.create_stream()
+    tiny.gpu.destroy_stream(stream)
+    assert_refused(tiny, lambda model, live, fresh: model.prefill([5], live, stream), "stream", DeviceError)
+    assert_refused(tiny, lambda model, live, fresh: model.decode(5, live, stream), "stream", DeviceError)
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16, np.uint64])

@@ -12,7 +12,7 @@ from metrale.errors import InvalidInput, NotSupported
 from metrale.model import MixedBatchResult, MixedForwardResult, PrefillSlice
 from metrale.nllb.model import NllbModel
 from tests.nllb.conftest import MakeModel
-from tests.nllb.decoding import Case, arena, begin, block, prefilled, relative, row_index, state
+from tests.nllb.decoding import Case, arena, begin, block, company, prefilled, relative, row_index, state
 
 ONE = Case([5, 6, 7], 80, 81, [])
 TWO = Case([30], 82, 83, [])
@@ -110,7 +110,7 @@ def test_a_mixed_step_keeps_the_decode_rows(tiny: NllbModel) -> None:
     assert isinstance(result, MixedBatchResult)
     assert [row_index(tiny, p) for p in (result.decode_logits, *result.prefill_logits)] == [0, 2, 3]
     rows = arena(tiny)[:4, :97]
-    assert relative(rows, np.stack([*steps, *alone])) <= 2e-6
+    assert relative(rows, np.stack([*steps, *alone])) <= company(tiny)
     assert tiny.mixed_forward_batch([], [], slices).decode_logits == DevicePtr.NULL
 
 

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from gpu_runtime.backend import GpuBackend
 from metrale.errors import InvalidInput, SequenceError
 from metrale.model import PrefillSlice, SequenceState
 from metrale.nllb.model import NllbModel
+from tests.backends import Device
 from tests.nllb.conftest import MakeModel
 from tests.nllb.decoding import Case, begin, block, prefilled, state
 
@@ -92,8 +94,14 @@ def test_a_stale_sequence_cannot_touch_its_successor(tiny: NllbModel) -> None:
     assert tiny.alloc_sequence().slot_idx == 1
 
 
-def test_a_sequence_of_another_model_is_refused(make_tiny: MakeModel) -> None:
-    one, other = make_tiny(), make_tiny()
+@pytest.fixture
+def other_gpu(device: Device) -> Iterator[GpuBackend]:
+    with device.open() as backend:
+        yield backend
+
+
+def test_a_sequence_of_another_model_is_refused(other_gpu: GpuBackend, make_tiny: MakeModel) -> None:
+    one, other = make_tiny(), make_tiny(other_gpu)
     mine, foreign = prefilled(one, ONE), prefilled(other, ONE)
     assert mine.slot_idx == foreign.slot_idx
     assert_useless(one, foreign)

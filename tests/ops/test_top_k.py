@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,9 @@ def test_a_whole_row_of_one_value_gives_the_lowest_ids(gpu: GpuBackend, k: int) 
 @pytest.mark.parametrize("dtype", OP.spec.dtypes)
 @pytest.mark.parametrize("vocab", [4096, 4099])
 def test_a_row_has_the_same_bits_alone_and_among_others(gpu: GpuBackend, dtype: str, vocab: int) -> None:
-    inputs = OP.make_inputs(np.random.default_rng(0), dtype, rows=5, vocab=vocab, k=9, special=("nan",))
+    inputs: Mapping[str, Any] = OP.make_inputs(
+        np.random.default_rng(0), dtype, rows=5, vocab=vocab, k=9, special=("nan",)
+    )
     together = run(OP, gpu, dtype, inputs)
     for row in range(5):
         alone = run(OP, gpu, dtype, inputs_of(inputs["logits"][row : row + 1], k=9))

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""A row's result has the same bits alone and beside any others, for every op that is a kernel of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+import metrale.ops  # noqa: F401  (registers the ops)
+from gpu_runtime import AddressTable, GpuBackend, Op
+from gpu_runtime.op import REGISTRY
+from tests.backends import cuda_only
+from tests.ops.harness import Array, Values, run, seed_of
+
+pytestmark = cuda_only
+
+ROWS = 64
+CASES: dict[str, tuple[Mapping[str, Any], ...]] = {
+    "layer_norm": ({"rows": ROWS, "width": 1024}, {"rows": ROWS, "width": 33}),
+    "embed": ({"rows": ROWS, "width": 1024}, {"rows": ROWS, "width": 33}),
+    "kv_scatter": ({"rows": ROWS, "width": 512, "pad": 256},),
+    "row_gather": ({"rows": ROWS, "width": 1024},),
+    "argmax": ({"rows": ROWS, "vocab": 8240, "pad": 16}, {"rows": ROWS, "vocab": 97}),
+    "top_k": ({"rows": ROWS, "vocab": 8240, "k": 8, "pad": 16, "special": ()},),
+    "decode_attention": (
+        {"lengths": tuple(1 + (7 * row) % 150 for row in range(ROWS)), "heads": 4, "head_dim": 64, "spread": 5.0},
+        {"lengths": tuple(1 + (5 * row) % 70 for row in range(ROWS)), "heads": 2, "head_dim": 24},
+    ),
+    "packed_attention": (
+        {"lengths": tuple(1 + (11 * row) % 90 for row in range(ROWS)), "heads": 4, "head_dim": 64, "spread": 5.0},
+        {"lengths": tuple(1 + (3 * row) % 40 for row in range(ROWS)), "heads": 2, "head_dim": 24, "pad": 3},
+    ),
+}
+SUBSETS = ([0], [1], [31], [ROWS - 1], [0, 1], list(range(7)), list(range(5, 38)), list(range(ROWS))[::-1])
+
+
+def test_every_kernel_is_covered(gpu: GpuBackend) -> None:
+    assert set(CASES) == {op.spec.name for op in REGISTRY if not op.spec.library}
+
+
+PARAMETERS = [
+    pytest.param(op, case, id=f"{op.spec.name}-{index}")
+    for op in REGISTRY
+    for index, case in enumerate(CASES.get(op.spec.name, ()))
+]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize(("op", "case"), PARAMETERS)
+def test_the_same_bits_in_any_company(gpu: GpuBackend, op: Op, case: Mapping[str, Any], dtype: str) -> None:
+    inputs = op.make_inputs(np.random.default_rng(seed_of(op, dtype, case)), dtype, **case)
+    pick = sequences_of if op.spec.name == "packed_attention" else rows_of
+    whole = results(op, gpu, dtype, inputs)
+    for subset in SUBSETS:
+        part, where = pick(op, inputs, subset)
+        for name, found in results(op, gpu, dtype, part).items():
+            expected = whole[name] if where is None else whole[name][where]
+            if where is None:  # a pool: only what the rows of the subset wrote
+                changed = found.view(np.uint8) != pool_of(inputs).view(np.uint8)
+                assert changed.any()
+                assert np.array_equal(found.view(np.uint8)[changed], expected.view(np.uint8)[changed]), (name, subset)
+            else:
+                assert found.tobytes() == expected.tobytes(), (name, subset)
+        gpu.sweep_unreleased()
+
+
+def results(op: Op, gpu: GpuBackend, dtype: str, inputs: Values) -> dict[str, Array]:
+    """Return what the op wrote: its outputs, or the pool that a table leads to."""
+    outputs = {arg.name for arg in op.spec.args if arg.role == "out"}
+    outputs |= {name for name, value in inputs.items() if isinstance(value, AddressTable) and value.role == "inout"}
+    assert outputs
+    return {name: array for name, array in run(op, gpu, dtype, inputs).items() if name in outputs}
+
+
+def pool_of(inputs: Values) -> Array:
+    (table,) = (value for value in inputs.values() if isinstance(value, AddressTable))
+    return table.pool
+
+
+def rows_of(op: Op, inputs: Values, rows: list[int]) -> tuple[dict[str, Any], list[int] | None]:
+    """Return the inputs of some rows alone, and where in the whole result theirs are (None: in a pool)."""
+    part: dict[str, Any] = dict(inputs)
+    for arg in op.spec.args:
+        value = part[arg.name]
+        if not arg.shape or arg.shape[0] != "rows":
+            continue
+        if isinstance(value, AddressTable):
+            part[arg.name] = AddressTable(value.pool, value.starts[rows], value.role)
+        else:
+            part[arg.name] = np.ascontiguousarray(value[rows])
+    part["rows"] = len(rows)
+    written_table = any(isinstance(value, AddressTable) and value.role == "inout" for value in inputs.values())
+    return part, None if written_table else rows
+
+
+def sequences_of(op: Op, inputs: Values, sequences: list[int]) -> tuple[dict[str, Any], list[int]]:
+    """Return the inputs of some packed sequences alone, and where in the whole result their rows are."""
+    offsets: Any = inputs["offsets"]
+    where = [row for one in sequences for row in range(offsets[one], offsets[one + 1])]
+    lengths = np.diff(offsets)[sequences]
+    part: dict[str, Any] = dict(inputs)
+    for name in ("q", "k", "v", "out"):
+        part[name] = np.ascontiguousarray(part[name][where])
+    part["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    part |= {"tokens": len(where), "offset_count": len(sequences) + 1, "longest": int(lengths.max())}
+    return part, where
