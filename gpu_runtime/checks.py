@@ -50,6 +50,17 @@ def address(name: str, value: Any) -> int:
     return number
 
 
+_NUMBERS: Final = (int, float, np.integer, np.floating)
+
+
+def repeats(value: Any) -> bool:
+    """Return whether a value that is equal to this one, and of the same type, always means the same.
+
+    Numbers do, except that 0.0 equals -0.0. Other objects may stand for one number now and for another one later.
+    """
+    return isinstance(value, _NUMBERS) and not (value == 0 and isinstance(value, float | np.floating))
+
+
 def float32(name: str, value: Any) -> float:
     """Return ``value`` rounded to float32, as the device will see it. Infinities and NaN stay what they are.
 

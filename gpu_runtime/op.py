@@ -332,15 +332,16 @@ class OpRegistry:
         if op.spec.name in self._ops:
             raise ValueError(f"op: {op.spec.name!r} is registered already")
         self._ops[op.spec.name] = op
-        for dtype in op.spec.dtypes:
-            self._entries[op.spec.name, op.spec.entry(dtype)] = op, dtype
+        if not op.spec.library:
+            for dtype in op.spec.dtypes:
+                self._entries[op.spec.name, op.spec.entry(dtype)] = op, dtype
         return op
 
     def unregister(self, name: str) -> None:
         """Remove an op."""
         op = self._ops.pop(name)
         for dtype in op.spec.dtypes:
-            del self._entries[name, op.spec.entry(dtype)]
+            self._entries.pop((name, op.spec.entry(dtype)), None)
 
     def __iter__(self) -> Iterator[Op]:
         return iter(tuple(self._ops.values()))
@@ -348,13 +349,18 @@ class OpRegistry:
     def __contains__(self, module: str) -> bool:
         return module in self._ops
 
+    def has_kernels(self, module: str) -> bool:
+        """Return whether there is an op of this name that has kernels of its own."""
+        op = self._ops.get(module)
+        return op is not None and not op.spec.library
+
     def find(self, module: str, entry: str) -> tuple[Op, str]:
         """Return the op of a kernel module and the element type of one of its entry points.
 
         Raises
         ------
         UnknownKernel
-            When there is no such module or entry.
+            When there is no such module or entry, or the op is a library call.
         """
         found = self._entries.get((module, entry))
         if found is not None:
@@ -363,6 +369,8 @@ class OpRegistry:
         if op is None:
             known = ", ".join(sorted(self._ops)) or "none (a kernel library registers its ops when it is imported)"
             raise UnknownKernel(f"kernel: no module {module!r}; registered: {known}")
+        if op.spec.library:
+            raise UnknownKernel(f"kernel: {module!r} is a call of the backend's gemm, and has no kernels")
         raise UnknownKernel(
             f"kernel: module {module!r} has no entry {entry!r}; it has {', '.join(map(op.spec.entry, op.spec.dtypes))}"
         )

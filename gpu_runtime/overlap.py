@@ -25,15 +25,27 @@ class _Extent:
             "shape": shape,
             "typestr": kind.str,
             "data": (address, True),
-            "strides": tuple(stride * kind.itemsize for stride in strides),
+            "strides": tuple(
+                stride * kind.itemsize if length > 1 else 0 for length, stride in zip(shape, strides, strict=True)
+            ),
         }
 
 
 def extent(address: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...]) -> Array:
     """Return an array that says which bytes are meant, of memory that this process may not be able to read.
 
-    ``strides`` are elements. Nothing but `share_memory` may be done with it.
+    ``strides`` are elements, at least 0. Nothing but `share_memory` may be done with it.
+
+    Raises
+    ------
+    ValueError
+        When it does not end within 63 bits of address, as every allocation does.
     """
+    reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True) if length > 1)
+    if address + (reach + 1) * dtypes.itemsize(dtype) >= 1 << 63:
+        raise ValueError(
+            f"expected an array that ends within the address space, got {shape} at {address:#x}, {strides}"
+        )
     return np.asarray(_Extent(address, shape, dtype, strides))
 
 

@@ -6,17 +6,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from cupy.cuda import driver
 
-from gpu_runtime import checks, dtypes
+from gpu_runtime import checks
 from gpu_runtime.backend import NULL
-from gpu_runtime.cuda.blas import Blas, Prepared
+from gpu_runtime.cuda.blas import Blas
 from gpu_runtime.cuda.device import check_device, limits_of, name_of, native_arch
 from gpu_runtime.cuda.driver import CUDA_ERRORS, failure
 from gpu_runtime.cuda.kernels import CudaKernel, Kernels, check_resident, launch_with_attributes, pack
 from gpu_runtime.cuda.memory_calls import MemoryCalls
+from gpu_runtime.cuda.products import Product, Products, addresses_of, refuse_overlap, spans_of
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.faults import Fault
 from gpu_runtime.gemm import Gemm, check_workspace
@@ -24,14 +25,10 @@ from gpu_runtime.handles import KernelHandle, LaunchRecord
 from gpu_runtime.launch import Dim3
 from gpu_runtime.limits import Limits
 from gpu_runtime.op import REGISTRY, OpRegistry
-from gpu_runtime.overlap import extent, share_memory
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 
 log = logging.getLogger(__name__)
-
-_MOST_KEPT: Final = 2048
-"""Prepared products. A model repeats the same few; past this many, all are forgotten, which bounds the memory."""
 
 
 class CudaBackend(MemoryCalls):
@@ -89,7 +86,7 @@ class CudaBackend(MemoryCalls):
         target = arch or native_arch(self._limits.compute_capability)
         self._kernels = Kernels(self._context, REGISTRY if ops is None else ops, target, cache)
         self._blas = Blas(self._context, target, cache)
-        self._products: dict[Any, tuple[tuple[type, ...], Gemm, Prepared]] = {}
+        self._products = Products()
         self._debug_sync = False
         self._own = self._streams.own
         self._unwatched = object()
@@ -131,7 +128,7 @@ class CudaBackend(MemoryCalls):
             and packed.issued is self._pass
             and packed.types == (*map(type, args),)
             and ((grid is packed.grid and block is packed.block) or packed.fits(grid, block))
-            and type(stream) is int
+            and type(stream) is type(shared_mem) is int
             and not (cooperative or programmatic)
         ):
             try:
@@ -158,7 +155,7 @@ class CudaBackend(MemoryCalls):
         on = self._stream(stream)
         kernel = handle if isinstance(handle, CudaKernel) and handle.owner is self._kernels else self._known(handle)
         packed = pack(self._context, self._limits, kernel, grid, block, shared, args, self._unwatched)
-        kernel.keep((grid, block, shared, *args), packed)
+        kernel.keep(packed, shared, args)
         self._ask_faults("launch", kernel.name)
         if self._traces.active:
             blocks, threads = packed.geometry[:3], packed.geometry[3:6]
@@ -200,8 +197,9 @@ class CudaBackend(MemoryCalls):
 
     def _look_for_watchers(self) -> None:
         """Let launches take the short way when nobody wants to hear of them."""
-        watched = self._debug_sync or self._faults or self._traces.active or self._lifetime.refusal
-        self._pass = None if watched else self._unwatched
+        with self._lock:
+            watched = self._debug_sync or self._faults or self._traces.active or self._lifetime.refusal
+            self._pass = None if watched else self._unwatched
 
     # products
 
@@ -271,50 +269,42 @@ class CudaBackend(MemoryCalls):
     ) -> None:
         """Enqueue the product that `Gemm.of` makes of ``options``."""
         on = self._stream(stream)
-        key = (*options, *operands, workspace, workspace_bytes, algorithm)
-        types = tuple(map(type, key))
-        found = self._products.get(key)
-        if found is None or found[0] != types:
-            problem = Gemm.of(*options)
-            prepared = self._prepare_product(problem, operands, workspace, workspace_bytes, algorithm)
-            if len(self._products) >= _MOST_KEPT:
-                self._products.clear()
-            found = self._products[key] = types, problem, prepared
-        _, problem, prepared = found
+        arguments = (options, operands, workspace, workspace_bytes, algorithm)
+        product = self._products.find(arguments, self._prepare_product)
+        if product.generation != self._memory.generation:  # a block was freed since: is it one of the product's?
+            product.generation = self._memory.generation
+            self._check_spans(product.spans)
         if self._faults:
             self._ask_faults("gemm", "")
         if self._traces.active:
-            self._traces.add(LaunchRecord("gemm", f"{problem.m}x{problem.n}x{problem.k}", stream=on))
-        self._blas.enqueue(prepared, on)
+            p = product.problem
+            self._traces.add(LaunchRecord("gemm", f"{p.m}x{p.n}x{p.k}", stream=on))
+        self._blas.enqueue(product.prepared, on)
         self._streams.note(on, stream)
 
     def _prepare_product(
-        self, p: Gemm, operands: tuple[int, int, int, int], workspace: int, nbytes: int, algorithm: int | None
-    ) -> Prepared:
-        a, w, c, bias = operands
-        spread = (
-            ("a", a, p.dtype, (p.batch, p.m, p.k), (p.stride_a, p.lda, 1)),
-            ("w", w, p.dtype, (p.batch, p.n, p.k), (p.stride_w, p.ldw, 1)),
-            ("c", c, p.out_dtype, (p.batch, p.m, p.n), (p.stride_c, p.ldc, 1)),
-            ("bias", bias, p.dtype, (p.n,), (1,)),
-        )
-        extents = {}
-        for name, at, dtype, shape, strides in spread:
-            address, size = checks.address(f"gemm: {name}", at), dtypes.itemsize(dtype)
-            if address % size:
-                raise ValueError(f"gemm: {name}: expected an address aligned to {size} bytes, got {address:#x}")
-            if name == "bias" and not address:
-                continue
-            reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + 1
-            self._memory.check_span(f"gemm: {name}", address, reach * size)
-            extents[name] = extent(address, shape, dtype, strides)
-        for name in extents.keys() - {"c"}:
-            if share_memory(extents["c"], extents[name]):
-                raise ValueError(f"gemm: c: expected memory apart from {name}, got {int(c):#x}")
-        start, size, _ = self._span("gemm: workspace", workspace, nbytes)
-        check_workspace(p, start, size)
+        self,
+        options: tuple[Any, ...],
+        operands: tuple[int, int, int, int],
+        workspace: int,
+        workspace_bytes: int,
+        algorithm: int | None,
+    ) -> Product:
+        p = Gemm.of(*options)
+        generation = self._memory.generation
+        addresses = addresses_of(p, operands)
+        space = checks.address("gemm: workspace", workspace)
+        nbytes = checks.integer("gemm: workspace_bytes", workspace_bytes, low=0)
+        spans = spans_of(p, addresses, space, nbytes)
+        self._check_spans(spans)
+        check_workspace(p, space, nbytes)
+        refuse_overlap(p, addresses, space, nbytes)
         place = None if algorithm is None else checks.integer("gemm: algorithm", algorithm, low=0)
-        return self._blas.prepare(p, (int(a), int(w), int(c), int(bias)), start, size, place)
+        return Product(p, self._blas.prepare(p, addresses, space, nbytes, place), spans, generation)
+
+    def _check_spans(self, spans: tuple[tuple[str, int, int], ...]) -> None:
+        for name, address, nbytes in spans:
+            self._memory.check_span(f"gemm: {name}", address, nbytes)
 
     # device
 
@@ -339,6 +329,8 @@ class CudaBackend(MemoryCalls):
         return self._name
 
     def close(self) -> None:
+        if self._lifetime.refusal:  # before the lock, which a forked child may find held for ever
+            return
         with self._lock:
             if self._lifetime.refusal:
                 return

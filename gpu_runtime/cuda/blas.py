@@ -29,6 +29,7 @@ _DATA_TYPES: Final = {"f32": 0, "f16": 2, "bf16": 14}  # cudaDataType_t
 _COMPUTE_F32: Final = 68  # CUBLAS_COMPUTE_32F: float32 accumulation, and no TF32
 _TRANSPOSE: Final = 1
 _MOST_ALGORITHMS: Final = 16
+_MOST_CHOSEN: Final = 1024  # requests whose algorithms are kept; past this many, all are forgotten
 _EPILOGUES: Final = {
     ("none", False): cublasLt.Epilogue.DEFAULT,
     ("none", True): cublasLt.Epilogue.BIAS,
@@ -182,7 +183,9 @@ class Blas:
         alignment = (
             _alignment(w, problem.stride_w, problem.dtype),
             _alignment(a, problem.stride_a, problem.dtype),
-            _alignment(into, problem.stride_c, problem.out_dtype),
+            _alignment(
+                into, problem.m * problem.n if taken else problem.stride_c, "f32" if taken else problem.out_dtype
+            ),
         )
         request = _Request(problem, target, bool(bias), alignment, spare)
         with self._context.current():
@@ -215,6 +218,8 @@ class Blas:
         with self._lock:
             found = self._chosen.get(request)
             if found is None:
+                if len(self._chosen) >= _MOST_CHOSEN:
+                    self._chosen.clear()
                 found = self._chosen[request] = self._choose(request, described)
         return found
 
@@ -278,7 +283,7 @@ class Blas:
                 source = Path(__file__).with_name("gemm_epilogue.cu")
                 text = kernel_source.inlined(source, (metrale_kernels.ROOT,))
                 image = nvrtc.compile_source(text, source.name, self._arch, cache=self._cache)
-                self._module = int(self._context.call(driver.moduleLoadData, image))
+                self._module = int(self._context.call_relaxed(driver.moduleLoadData, image))
         return int(self._context.call(driver.moduleGetFunction, self._module, f"gemm_epilogue_{dtype}"))
 
     def enqueue(self, prepared: Prepared, stream: int) -> None:

@@ -16,6 +16,8 @@ Result = TypeVar("Result")
 
 CUDA_ERRORS: Final = (runtime.CUDARuntimeError, driver.CUDADriverError)
 
+_RELAXED: Final = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+
 NOT_READY: Final = 600
 """``cudaErrorNotReady``: what a query says of work that has not been reached."""
 
@@ -70,7 +72,7 @@ class Context:
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make the context current inside a ``with`` block."""
-        before = driver.ctxGetCurrent()
+        before = attempt(driver.ctxGetCurrent)
         if before == self.handle:
             yield
             return
@@ -82,13 +84,31 @@ class Context:
 
     def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Make one call in this context. Raises as `attempt` does."""
-        if driver.ctxGetCurrent() == self.handle:
-            try:
+        try:
+            if driver.ctxGetCurrent() == self.handle:
                 return function(*arguments)
-            except CUDA_ERRORS as error:
-                raise failure(_name(function), arguments, error) from None
+        except CUDA_ERRORS as error:
+            raise failure(_name(function), arguments, error) from None
         with self.current():
             return attempt(function, *arguments)
+
+    def call_relaxed(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Make one call as `call` does, inside `relaxed`."""
+        with self.relaxed():
+            return self.call(function, *arguments)
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Keep the calls inside a ``with`` block from spoiling captures that foreign code began in the mode "global".
+
+        Such a capture, on any thread, is spoilt by calls such as ``cudaMalloc`` and ``cudaEventQuery``, unless the
+        calling thread has said that it knows what it does.
+        """
+        before = attempt_binding(bindings.cuThreadExchangeStreamCaptureMode, _RELAXED)
+        try:
+            yield
+        finally:
+            attempt_binding(bindings.cuThreadExchangeStreamCaptureMode, before)
 
     def use(self) -> None:
         """Make the context current on the calling thread, and leave it so."""

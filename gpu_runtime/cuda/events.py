@@ -15,7 +15,7 @@ DISABLE_TIMING: Final = 2
 
 def passed(context: Context, event: int) -> bool:
     """Return whether what ``event`` stands for is done. Raises DeviceError when it failed."""
-    status = int(context.call(runtime.eventQuery, event))
+    status = int(context.call_relaxed(runtime.eventQuery, event))
     if status not in (0, NOT_READY):
         raise failure("eventQuery", (event,), f"status {status}: earlier work on the device failed")
     return status == 0
@@ -37,7 +37,11 @@ class Mark:
 
     def wait(self) -> None:
         """Wait for the work. Raises DeviceError when it failed."""
-        self._context.call(runtime.eventSynchronize, self._event)
+        self._context.call_relaxed(runtime.eventSynchronize, self._event)
+
+    def put_before(self, stream: int) -> None:
+        """Let later work on ``stream``, which must not be capturing, come after the work."""
+        self._context.call(runtime.streamWaitEvent, stream, self._event)
 
     def __del__(self) -> None:
         self._spare.append(self._event)  # one step, so no lock: this may run wherever memory is collected

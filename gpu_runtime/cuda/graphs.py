@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from contextlib import suppress
 from typing import Any, Final
 
@@ -12,7 +13,6 @@ from cuda.bindings import driver as bindings
 from cupy.cuda import runtime
 
 from gpu_runtime.cuda.driver import Context, attempt_binding
-from gpu_runtime.errors import DeviceError
 
 _HANDLES: Final = itertools.count(0x100)
 _SET_DEPENDENCIES: Final = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
@@ -26,17 +26,18 @@ class Graph:
     CUDA's objects are destroyed with the last reference: `launch_graph` keeps one until the launch is done.
     """
 
-    __slots__ = ("_context", "executable", "handle", "kept", "template")
+    __slots__ = ("_context", "executable", "handle", "kept", "lock", "template")
 
     def __init__(self, context: Context, template: int, executable: int, kept: list[Any]) -> None:
         self.handle = next(_HANDLES)
         self.template = template
         self.executable = executable
         self.kept = kept
+        self.lock = threading.Lock()  # CUDA's graphs may be used by one thread at a time
         self._context = context
 
     def __del__(self) -> None:
-        with suppress(DeviceError):  # after a fork, or an error that ended the context, there is nothing to destroy
+        with suppress(Exception):  # after a fork, or an error that ended the context, there is nothing to destroy
             self._destroy()
 
     def _destroy(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from cuda.bindings import driver as bindings
 from cupy.cuda import driver
 
-from gpu_runtime import dtypes, kernel_source
+from gpu_runtime import checks, dtypes, kernel_source
 from gpu_runtime.cuda import nvrtc
 from gpu_runtime.cuda.driver import Context, attempt_binding
 from gpu_runtime.errors import UnknownKernel
@@ -28,7 +28,7 @@ from gpu_runtime.overlap import argument_extent, refuse_overlap
 _MOST_KEPT: Final = 2048
 """Packed launches of one entry point. Past this many, all are forgotten, which bounds the memory."""
 
-_STATIC_SHARED: Final = 48 * 1024  # a block may have this much without asking; more needs an attribute of the function
+_UNASKED_SHARED: Final = 48 * 1024  # a block may have this much without asking; more needs an attribute of the function
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,14 @@ class CudaKernel(KernelHandle):
     owner: Any
     launches: dict[Any, Packed] = field(default_factory=dict)
 
-    def keep(self, key: tuple[Any, ...], packed: Packed) -> None:
-        """Keep a launch for the next one with the same arguments."""
+    def keep(self, packed: Packed, shared: int, args: Sequence[Any]) -> None:
+        """Keep a launch for the next one with the same arguments, if those will mean the same then."""
+        if type(shared) is not int or not all(map(checks.repeats, args)):
+            return
         if len(self.launches) >= _MOST_KEPT:
             self.launches.clear()
-        with suppress(TypeError):  # an argument that cannot be hashed is packed each time
-            self.launches[key] = packed
+        with suppress(TypeError):  # a list as grid or block cannot be hashed; it is packed each time
+            self.launches[packed.grid, packed.block, shared, *args] = packed
 
 
 class Kernels:
@@ -114,7 +116,7 @@ class Kernels:
         self._found: dict[tuple[str, str], CudaKernel] = {}
 
     def __contains__(self, module: str) -> bool:
-        return module in self._ops
+        return self._ops.has_kernels(module)
 
     def find(self, module: str, name: str) -> CudaKernel:
         """Return an entry point.
@@ -146,7 +148,7 @@ class Kernels:
         text = kernel_source.inlined(op.source, op.include)
         kernel_source.check_spec(op.spec, text)
         image = nvrtc.compile_source(text, op.source.name, self._arch, cache=self._cache)
-        return int(self._context.call(driver.moduleLoadData, image))
+        return int(self._context.call_relaxed(driver.moduleLoadData, image))
 
     def close(self) -> None:
         """Unload every module."""
@@ -172,10 +174,7 @@ def pack(
     dims = spec.dims(values)
     pointers = [(arg, at) for arg, at in zip(spec.args, values, strict=True) if arg.is_pointer and at]
     refuse_overlap(spec, values, {arg.name: argument_extent(arg, kernel.dtype, at, dims) for arg, at in pointers})
-    if shared > _STATIC_SHARED:
-        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        if context.call(driver.funcGetAttribute, attribute, kernel.function) < shared:
-            context.call(driver.funcSetAttribute, kernel.function, attribute, shared)
+    _allow_shared(context, limits, kernel, shared)
     cells = [_ctype(spec, place)(value) for place, value in enumerate(values)]
     params = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
     geometry = (*blocks, *threads, shared)
@@ -183,6 +182,17 @@ def pack(
     return Packed(
         geometry, enqueue, ctypes.addressof(params), (cells, params), tuple(map(type, args)), grid, block, issued
     )
+
+
+def _allow_shared(context: Context, limits: Limits, kernel: CudaKernel, shared: int) -> None:
+    """Let a kernel have its dynamic shared memory besides what it has of its own. Raises ValueError when it cannot."""
+    own = int(context.call(driver.funcGetAttribute, driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel.function))
+    most = limits.max_shared_bytes - own
+    if shared > most:
+        raise ValueError(f"{kernel.name}: shared_mem: expected at most {most}, as the kernel has {own}, got {shared}")
+    if own + shared > _UNASKED_SHARED:
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        context.call(driver.funcSetAttribute, kernel.function, attribute, most)  # always the same, for any thread
 
 
 def _ctype(spec: OpSpec, place: int) -> Any:

@@ -8,7 +8,9 @@ the arena of one stream of this backend, so CuPy's pool hands out no memory that
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,9 +18,8 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 from cupy.cuda.memory import Memory, MemoryPointer
-from cupy.cuda.pinned_memory import PinnedMemory, PinnedMemoryPointer
 
-from gpu_runtime.cuda.driver import CUDA_ERRORS, Context, failure
+from gpu_runtime.cuda.driver import CUDA_ERRORS, Context, attempt, failure
 from gpu_runtime.cuda.events import Mark
 from gpu_runtime.errors import DeviceError, InvalidPointer, OutOfMemory
 from gpu_runtime.faults import Fault
@@ -44,13 +45,43 @@ class _Retired:
     marks: list[Mark]
 
 
+class _Handle:
+    """A stream's handle in the form in which libraries pass streams to each other."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def _borrowed(handle: int, device: int) -> Any:
+    """Return CuPy's form of a stream that is not CuPy's to destroy."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Handle(handle))
+    return cupy.cuda.ExternalStream(handle, device)  # CuPy 13
+
+
+class _Pinned:
+    """Page-locked memory, freed with its last array, on whatever thread that is."""
+
+    def __init__(self, context: Context, nbytes: int) -> None:
+        self.ptr = int(runtime.hostAlloc(nbytes, runtime.hostAllocPortable | runtime.hostAllocMapped))
+        self._context = context
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (self.ptr, False)}
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # not allocated; or, after a fork or an error that ended the context, out of reach
+            self._context.call_relaxed(runtime.freeHost, self.ptr)
+
+
 class CudaMemory:
     """Blocks of one device.
 
     Parameters
     ----------
     context : Context
-    stream : cupy.cuda.Stream
+    stream : int
         CuPy's allocator is asked with this stream current.
     pool : bool
         Whether blocks come from CuPy's current allocator; otherwise each is a ``cudaMalloc`` of exactly its size, as
@@ -65,7 +96,7 @@ class CudaMemory:
     def __init__(
         self,
         context: Context,
-        stream: Any,
+        stream: int,
         *,
         pool: bool,
         redzones: bool,
@@ -74,15 +105,18 @@ class CudaMemory:
     ) -> None:
         self._context = context
         self._stream = stream
+        self._cupy_stream = _borrowed(stream, context.device)
         self._pool = pool
         self._margin = REDZONE_BYTES if redzones else 0
         self._limit = limit
         self._faults = faults
         self._lock = threading.RLock()
         self._owners: dict[int, Any] = {}
-        self._retired: list[_Retired] = []
+        self._retired: deque[_Retired] = deque()
         self.ledger = Ledger()
         self.pinned = Ledger()
+        self.generation = 0
+        """Counts frees: a span that was checked at an earlier count may not be live any more."""
 
     @property
     def total(self) -> int:
@@ -92,7 +126,7 @@ class CudaMemory:
     def free_bytes(self) -> int:
         """Return the bytes that can still be allocated: free on the device, or kept for reuse by CuPy's pool."""
         with self._context.current():
-            free = int(runtime.memGetInfo()[0])
+            free = int(attempt(runtime.memGetInfo)[0])
             if self._pool and cupy.cuda.get_allocator() == cupy.get_default_memory_pool().malloc:
                 free += int(cupy.get_default_memory_pool().free_bytes())
         if self._limit is not None:
@@ -133,7 +167,7 @@ class CudaMemory:
         if size >= 1 << 63:
             return None
         try:
-            with self._context.current(), self._stream:
+            with self._context.current(), self._context.relaxed(), self._cupy_stream:
                 if managed:
                     return cupy.cuda.malloc_managed(size)
                 return cupy.cuda.alloc(size) if self._pool else MemoryPointer(Memory(size), 0)
@@ -153,8 +187,10 @@ class CudaMemory:
             When no live block starts there.
         """
         with self._lock:
+            passed = marks()  # first: when it fails, nothing has changed
             entry = self.ledger.remove(ptr)
-            self._retired.append(_Retired(entry, self._owners.pop(int(ptr)), marks()))
+            self._retired.append(_Retired(entry, self._owners.pop(int(ptr)), passed))
+            self.generation += 1
             self.reclaim()
 
     def sweep(self, marks: Callable[[], list[Mark]]) -> list[Allocation]:
@@ -167,18 +203,17 @@ class CudaMemory:
 
     def reclaim(self, *, wait: bool = False) -> None:
         """Let go of the freed blocks that every stream has passed, or of all of them after waiting."""
-        with self._lock:
-            kept = []
-            for block in self._retired:
+        with self._lock, self._context.relaxed():
+            while self._retired:
+                block = self._retired[0]  # what was freed later waits for the same streams, and longer
                 if wait:
                     for mark in block.marks:
                         mark.wait()
                 elif not all(mark.passed() for mark in block.marks):
-                    kept.append(block)
-                    continue
+                    return
+                self._retired.popleft()
                 with self._context.current():
                     block.owner = None  # CuPy frees it in the context that is current
-            self._retired = kept
 
     def alloc_pinned(self, nbytes: int) -> tuple[DevicePtr, Bytes]:
         """Return the address and the bytes, all zero, of new page-locked memory.
@@ -193,7 +228,7 @@ class CudaMemory:
             raise out_of_memory(
                 self.pinned, nbytes, "pinned host memory", machine_bytes(), "the host could not lock them"
             )
-        array: Bytes = np.frombuffer(owner, dtype=np.uint8, count=nbytes)  # keeps the memory while anybody has it
+        array: Bytes = np.asarray(owner)  # keeps the memory while anybody has it
         array.fill(0)
         with self._lock:
             ptr = DevicePtr(owner.ptr)
@@ -206,17 +241,20 @@ class CudaMemory:
         if nbytes >= 1 << 63:
             return None
         try:
-            with self._context.current():
-                flags = runtime.hostAllocPortable | runtime.hostAllocMapped
-                return PinnedMemoryPointer(PinnedMemory(nbytes, flags), 0)
-        except (MemoryError, *CUDA_ERRORS):
-            return None
+            with self._context.current(), self._context.relaxed():
+                return _Pinned(self._context, nbytes)
+        except CUDA_ERRORS as error:
+            if getattr(error, "status", None) == _OUT_OF_MEMORY:
+                return None
+            raise failure("alloc_host_pinned", (nbytes,), error) from None
 
     def free_pinned(self, ptr: DevicePtr, marks: Callable[[], list[Mark]]) -> None:
         """Give up page-locked memory once the streams have passed the marks."""
         with self._lock:
+            passed = marks()
             entry = self.pinned.remove(ptr)
-            self._retired.append(_Retired(entry, self._owners.pop(int(ptr)), marks()))
+            self._retired.append(_Retired(entry, self._owners.pop(int(ptr)), passed))
+            self.generation += 1
             self.reclaim()
 
     def holder(self, address: int) -> Allocation | None:
@@ -250,11 +288,19 @@ class CudaMemory:
         if entry is None:
             if not address:
                 raise InvalidPointer(f"{what}: expected a device address, got NULL")
+            self._refuse_margins(what, address)
             return ""
         past = address + nbytes - int(entry.ptr) - entry.nbytes
         if past > 0:
             raise InvalidPointer(f"{what}: span of {nbytes:,} bytes at {address:#x} ends {past:,} bytes past {entry}")
         return entry.tag
+
+    def _refuse_margins(self, what: str, address: int) -> None:
+        """Raise InvalidPointer for an address in the redzone of a block: it is off by little, and nobody else's."""
+        with self._lock:
+            near = self.ledger.nearest(address)
+        if near is not None and -self._margin <= address - int(near.ptr) < near.nbytes + self._margin:
+            raise InvalidPointer(f"{what}: {address:#x} lies just outside {near}")
 
     # redzones
 
@@ -263,9 +309,9 @@ class CudaMemory:
 
     def _fill_redzones(self, ptr: int, nbytes: int) -> None:
         for start in self._margins(ptr, nbytes):
-            self._context.call(runtime.memsetAsync, start, _REDZONE_VALUE, self._margin, self._stream.ptr)
+            self._context.call(runtime.memsetAsync, start, _REDZONE_VALUE, self._margin, self._stream)
         # Memory of a stream-ordered allocator is only valid on other streams once this one has got here.
-        self._context.call(runtime.streamSynchronize, self._stream.ptr)
+        self._context.call_relaxed(runtime.streamSynchronize, self._stream)
 
     def poison_redzones(self) -> None:
         """Write the redzone pattern around every live block again."""
@@ -289,9 +335,9 @@ class CudaMemory:
     def _intact(self, entry: Allocation) -> bool:
         found = np.empty(self._margin, dtype=np.uint8)
         for start in self._margins(int(entry.ptr), entry.nbytes):
-            where = (found.ctypes.data, start, found.nbytes, runtime.memcpyDefault, self._stream.ptr)
+            where = (found.ctypes.data, start, found.nbytes, runtime.memcpyDefault, self._stream)
             self._context.call(runtime.memcpyAsync, *where)
-            self._context.call(runtime.streamSynchronize, self._stream.ptr)
+            self._context.call_relaxed(runtime.streamSynchronize, self._stream)
             if np.any(found != _REDZONE_VALUE):
                 return False
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 from cupy.cuda import runtime
 
@@ -20,6 +20,8 @@ from gpu_runtime.ledger import Allocation
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from gpu_runtime.trace import Traces
+
+_MOST_PITCH: Final = (1 << 31) - 1  # of cudaMemcpy2D on every device there is
 
 
 class MemoryCalls(StreamCalls):
@@ -156,6 +158,9 @@ class MemoryCalls(StreamCalls):
         on = self._about_to("copy", "d2d", size, stream, tag)
         if rows == 1:
             self._copy(second, first, columns, on, stream)
+        elif size and max(pitches) > _MOST_PITCH:
+            for row in range(rows):
+                self._copy(second + row * pitches[1], first + row * pitches[0], columns, on, stream)
         elif size:
             places = (second, pitches[1], first, pitches[0], columns, rows, runtime.memcpyDefault, on)
             self._context.call(runtime.memcpy2DAsync, *places)
@@ -164,7 +169,7 @@ class MemoryCalls(StreamCalls):
     def _copy(self, dst: int, src: int, size: int, on: int, stream: StreamLike, keep: Bytes | None = None) -> None:
         """Enqueue a copy; ``keep`` lives until it is done."""
         if size:
-            self._context.call(runtime.memcpyAsync, dst, src, size, runtime.memcpyDefault, on)
+            self._context.call_relaxed(runtime.memcpyAsync, dst, src, size, runtime.memcpyDefault, on)
             self._streams.note(on, stream, keep)
 
     def _about_to(self, kind: Any, name: str, nbytes: int, stream: StreamLike, tag: str) -> int:
@@ -193,6 +198,7 @@ class MemoryCalls(StreamCalls):
         return memory
 
     def free_host_pinned(self, memory: PinnedMemory) -> None:
+        self._check_open()  # before the lock, which a forked child may find held for ever
         with self._lock:
             self._pinned_entry(memory)
             del self._pinned[memory.address]

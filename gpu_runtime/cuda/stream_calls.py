@@ -28,12 +28,13 @@ from gpu_runtime.streams import LEGACY_STREAM, StreamLike
 
 @dataclass(slots=True, eq=False)
 class _Event:
-    """An event: its handle, whether it has a time, and where it was last recorded."""
+    """An event: its handle, whether it has a time, and where it was last recorded (in whose capture, if any)."""
 
     handle: int
     timing: bool
     recorded: bool = False
     capture: Capture | None = None
+    foreign_capture: bool = False
 
 
 class StreamCalls(GpuBackend):
@@ -73,7 +74,7 @@ class StreamCalls(GpuBackend):
 
     def default_stream(self) -> int:
         self._check_open()
-        return int(self._streams.default.ptr)
+        return self._streams.default
 
     def create_stream(self) -> int:
         self._check_open()
@@ -85,7 +86,7 @@ class StreamCalls(GpuBackend):
     def synchronize(self, stream: StreamLike = 0) -> None:
         handle = self._stream(stream)
         self._streams.refuse_capture(handle, "synchronize")
-        self._context.call(runtime.streamSynchronize, handle)
+        self._context.call_relaxed(runtime.streamSynchronize, handle)
         self._streams.drop_done(handle)
 
     # events
@@ -104,6 +105,8 @@ class StreamCalls(GpuBackend):
         with self._lock:
             self._context.call(runtime.eventRecord, found.handle, on)
             found.capture, found.recorded = self._streams.capture_of(on), True
+            foreign = found.capture is None and on not in self._streams.own
+            found.foreign_capture = foreign and self._streams.is_capturing(on)
         self._streams.note(on, stream)
 
     def stream_wait_event(self, stream: StreamLike, event: int) -> None:
@@ -113,7 +116,7 @@ class StreamCalls(GpuBackend):
                 return
             capture = self._streams.capture_of(on)
             if found.capture is None:
-                if capture is not None:
+                if not found.foreign_capture and self._streams.is_capturing(on):
                     raise DeviceError("stream_wait_event: a capture cannot wait for work outside it")
             elif found.capture.ended:
                 raise DeviceError("stream_wait_event: the event was recorded in a capture that has ended")
@@ -121,9 +124,7 @@ class StreamCalls(GpuBackend):
                 raise DeviceError("stream_wait_event: the legacy stream cannot join a capture")
             elif capture not in (None, found.capture):
                 raise DeviceError("stream_wait_event: the stream belongs to another capture")
-            self._context.call(runtime.streamWaitEvent, on, found.handle)
-            if found.capture is not None:
-                self._streams.join(on, found.capture)
+            self._streams.wait(on, found.handle, found.capture)
         self._streams.note(on, stream)
 
     def event_query(self, event: int) -> bool:
@@ -134,11 +135,11 @@ class StreamCalls(GpuBackend):
     def event_synchronize(self, event: int) -> None:
         found = self._event(event)
         self._refuse_captured_event(found, "event_synchronize")
-        self._context.call(runtime.eventSynchronize, found.handle)
+        self._context.call_relaxed(runtime.eventSynchronize, found.handle)
 
     @staticmethod
     def _refuse_captured_event(event: _Event, call: str) -> None:
-        if event.capture is not None:
+        if event.capture is not None or event.foreign_capture:
             raise DeviceError(f"{call}: the event was recorded in a capture; it has no time of its own")
 
     def event_elapsed_ms(self, start: int, end: int) -> float:
@@ -162,12 +163,7 @@ class StreamCalls(GpuBackend):
         on = self._stream(stream)
         if on == LEGACY_STREAM:
             raise DeviceError("begin_capture: the legacy stream cannot be captured")
-        with self._lock:
-            if self._streams.is_capturing(on):
-                raise DeviceError(f"begin_capture: stream {on:#x} is capturing already")
-            # Relaxed: an allocation or a wait for another stream is no part of the capture and need not break it.
-            self._context.call(runtime.streamBeginCapture, on, runtime.streamCaptureModeRelaxed)
-            self._streams.join(on, Capture(key_of(on), set(), [stream]))
+        self._streams.begin(on, stream)
 
     def end_capture(self, stream: StreamLike = 0) -> int:
         on = self._stream(stream)
@@ -177,7 +173,8 @@ class StreamCalls(GpuBackend):
                 raise DeviceError(f"end_capture: stream {on:#x} did not begin a capture")
             self._streams.release(capture)
             template = int(self._context.call(runtime.streamEndCapture, on))
-            graph = instantiate(self._context, template, capture.kept)
+            kept, capture.kept = capture.kept, []  # an event that was recorded in the capture still knows it
+            graph = instantiate(self._context, template, kept)
             self._graphs[graph.handle] = graph
         return graph.handle
 
@@ -189,11 +186,11 @@ class StreamCalls(GpuBackend):
             raise DeviceError(f"launch_graph: expected a live graph of this backend, got {handle:#x}")
         if self._faults:
             self._ask_faults("launch_graph", "")
-        if self._streams.is_capturing(on):
-            with self._lock:
+        with found.lock:
+            if self._streams.is_capturing(on):
                 add_child(self._context, on, found)
-        else:
-            self._context.call(runtime.graphLaunch, found.executable, on)
+            else:
+                self._context.call(runtime.graphLaunch, found.executable, on)
         self._streams.note(on, stream, found)
 
     def destroy_graph(self, graph: int) -> None:

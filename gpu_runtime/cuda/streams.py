@@ -8,7 +8,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import cupy
 from cupy.cuda import runtime
 
 from gpu_runtime.cuda.driver import Context
@@ -55,12 +54,13 @@ class Streams:
         self._context = context
         self._marks = marks
         self._lock = threading.RLock()
-        with context.current():
-            self.default = cupy.cuda.Stream(non_blocking=True)
-            self.service = cupy.cuda.Stream(non_blocking=True)
-        self.own: dict[int, int] = {DEFAULT_STREAM: self.default.ptr, self.default.ptr: self.default.ptr}
+        self.default = self._new()
+        self.service = self._new()
+        """A stream that no capture and no caller's work ever comes to: for what an allocation does by itself."""
+        self.own: dict[int, int] = {DEFAULT_STREAM: self.default, self.default: self.default}
         """The handle of each stream of this backend, by what a caller may pass for it."""
         self._created: set[int] = set()
+        self._spare: list[int] = []
         self._dead: set[int] = set()
         self._last: dict[StreamKey, Mark] = {}
         self._pending: dict[StreamKey, deque[tuple[Mark, StreamLike, Any]]] = {}
@@ -86,20 +86,26 @@ class Streams:
                 raise DeviceError(f"stream: expected a live stream, got {handle:#x}")
         return handle
 
+    def _new(self) -> int:
+        return int(self._context.call_relaxed(runtime.streamCreateWithFlags, runtime.streamNonBlocking))
+
     def create(self) -> int:
-        """Create a non-blocking stream."""
+        """Return a non-blocking stream: one that was given back, or a new one."""
         with self._lock:
-            handle = int(self._context.call(runtime.streamCreateWithFlags, runtime.streamNonBlocking))
-            self._dead.discard(handle)
-            self._created.add(handle)
+            if self._spare:
+                handle = self._spare.pop()
+                self._dead.remove(handle)
+            else:
+                handle = self._new()
+                self._created.add(handle)
             self.own[handle] = handle
         return handle
 
     def destroy(self, handle: int) -> None:
-        """Finish the work of a stream that `create` made, and destroy it.
+        """Finish the work of a stream that `create` returned, and take it back.
 
-        Whoever takes it out of the table first destroys it; a driver does not survive a dead handle. Until its work is
-        done, frees go on waiting for it.
+        CUDA's stream stays for the next `create`: a driver gives the number of a dead stream to somebody else's, and
+        does not survive a dead one. Frees go on waiting for its work meanwhile.
         """
         with self._lock:
             if handle not in self._created or handle not in self.own:
@@ -107,10 +113,11 @@ class Streams:
             self.refuse_capture(handle, "destroy_stream")
             del self.own[handle]
             self._dead.add(handle)
-        self._context.call(runtime.streamSynchronize, handle)
+        self._context.call_relaxed(runtime.streamSynchronize, handle)
         with self._lock:
-            self._created.remove(handle)
-            self._context.call(runtime.streamDestroy, handle)
+            done = self._pending.pop(key_of(handle), None)
+            self._spare.append(handle)
+        del done  # outside the lock: what ends with it may be anything
 
     # captures
 
@@ -130,13 +137,29 @@ class Streams:
 
     def capture_of(self, handle: int) -> Capture | None:
         """Return the capture that a stream belongs to, when this backend began it."""
-        return self._captures.get(key_of(handle))
+        capture = self._captures.get(key_of(handle))
+        if capture is not None and not self.is_capturing(handle):
+            self.release(capture)  # foreign code has ended it, or it was another thread's, which is gone
+            return None
+        return capture
 
-    def join(self, handle: int, capture: Capture) -> None:
-        """Note that a stream belongs to a capture."""
+    def begin(self, handle: int, stream: StreamLike) -> None:
+        """Begin a capture. No mark is set meanwhile: it would become part of the capture."""
         with self._lock:
-            capture.streams.add(key_of(handle))
-            self._captures[key_of(handle)] = capture
+            if self.is_capturing(handle):
+                raise DeviceError(f"begin_capture: stream {handle:#x} is capturing already")
+            # Relaxed: an allocation or a wait for another stream is no part of the capture and need not break it.
+            self._context.call(runtime.streamBeginCapture, handle, runtime.streamCaptureModeRelaxed)
+            key = key_of(handle)
+            self._captures[key] = Capture(key, {key}, [stream])
+
+    def wait(self, handle: int, event: int, capture: Capture | None) -> None:
+        """Let a stream wait for an event; when that was recorded in ``capture``, the stream joins it."""
+        with self._lock:
+            self._context.call(runtime.streamWaitEvent, handle, event)
+            if capture is not None:
+                capture.streams.add(key_of(handle))
+                self._captures[key_of(handle)] = capture
 
     def release(self, capture: Capture) -> None:
         """Take every stream out of a capture that has ended."""
@@ -152,38 +175,53 @@ class Streams:
         own = handle in self.own
         if own and keep is None:
             return
-        capture = self.capture_of(handle)
-        if capture is not None:
-            capture.kept.append((stream, keep))
-        elif self.is_capturing(handle):  # somebody else's capture, whose graph may run as long as this backend lives
-            self._kept_for_good.append((stream, keep))
-        else:
-            mark, key = self._marks.set(handle), key_of(handle)
+        done: list[Any] = []
+        try:
             with self._lock:
-                if not own:
-                    self._last[key] = mark
-                queue = self._pending.setdefault(key, deque())
-                queue.append((mark, stream, keep))
-                if len(queue) >= _MOST_PENDING or getattr(keep, "nbytes", 0) >= _LARGE:
-                    self._drop_done(queue)
+                capture = self.capture_of(handle)
+                if capture is not None:
+                    capture.kept.append((stream, keep))
+                elif self.is_capturing(handle):
+                    # Somebody else's capture: its graph may be launched as long as this backend lives.
+                    self._kept_for_good.append((stream, keep))
+                else:
+                    self._set_mark(handle, own, stream, keep, done)
+        except DeviceError:
+            self._kept_for_good.append((stream, keep))  # nobody will know when it is done
+            raise
 
-    @staticmethod
-    def _drop_done(queue: deque[tuple[Mark, StreamLike, Any]]) -> None:
-        while queue and queue[0][0].passed():
-            queue.popleft()
+    def _set_mark(self, handle: int, own: bool, stream: StreamLike, keep: Any, done: list[Any]) -> None:
+        key = key_of(handle)
+        last = self._last.get(key)
+        if last is not None:
+            last.put_before(handle)  # the handle may be another stream's by now; this mark then stands for both
+        mark = self._marks.set(handle)
+        if not own:
+            self._last[key] = mark
+        queue = self._pending.setdefault(key, deque())
+        queue.append((mark, stream, keep))
+        if len(queue) >= _MOST_PENDING or getattr(keep, "nbytes", 0) >= _LARGE:
+            self._take_done(queue, done)
+
+    def _take_done(self, queue: deque[tuple[Mark, StreamLike, Any]], done: list[Any]) -> None:
+        """Move what only finished work needed to ``done``, for the caller to drop outside the lock."""
+        with self._context.relaxed():
+            while queue and queue[0][0].passed():
+                done.append(queue.popleft())
 
     def drop_done(self, handle: int) -> None:
         """Let go of what only finished work of a stream needed."""
+        done: list[Any] = []
         with self._lock:
             queue = self._pending.get(key_of(handle))
             if queue:
-                self._drop_done(queue)
+                self._take_done(queue, done)
 
     def marks(self) -> list[Mark]:
         """Return marks that are passed once all work enqueued so far is done, captured work excepted."""
-        with self._lock:
+        with self._lock, self._context.relaxed():
             self._last = {key: mark for key, mark in self._last.items() if not mark.passed()}
-            handles = {self.default.ptr, *self._created}
+            handles = {self.default, *self._created}
             own = [self._marks.set(handle) for handle in handles if not self.is_capturing(handle)]
             return [*own, *self._last.values()]
 
@@ -198,14 +236,12 @@ class Streams:
             self.abort(capture)
         with self._lock:
             created, self._created = self._created, set()
+            done = [self._pending, self._last, self._kept_for_good]
+            self._pending, self._last, self._kept_for_good = {}, {}, []
             self.own.clear()
-            self._pending.clear()
-            self._last.clear()
-            self._kept_for_good.clear()
-        for handle in created:
+        done.clear()
+        for handle in (*created, self.default, self.service):
             self._context.call(runtime.streamDestroy, handle)
-        with self._context.current():
-            del self.default, self.service
 
     def abort(self, capture: Capture) -> None:
         """End a capture and throw away what it recorded."""

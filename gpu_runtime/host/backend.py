@@ -82,7 +82,7 @@ class HostBackend(ProductCalls):
 
     def has_module(self, module: str) -> bool:
         self._check_open()
-        return module in self._ops
+        return self._ops.has_kernels(module)
 
     def kernel(self, module: str, name: str) -> KernelHandle:
         self._check_open()

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gpu_runtime import checks
 from gpu_runtime.host.memory import HostMemory
+from gpu_runtime.op import Op
 
 _MOST_KEPT: Final = 2048
 """A decode step of three layers makes about 40 different calls for each number of lanes. Past this many, everything is
@@ -54,9 +56,15 @@ class PreparedCalls:
             found = Prepared(*prepare(), generation)
             if len(self._kept) >= _MOST_KEPT:
                 self.clear()
-            self._kept[typed] = found
+            if all(map(_same_later, key)):
+                self._kept[typed] = found
         return found
 
     def is_current(self, prepared: Prepared) -> bool:
         """Return whether no block has been released since ``prepared`` was made."""
         return prepared.generation == self._memory.generation
+
+
+def _same_later(value: Any) -> bool:
+    """Return whether a value of a key means the same when it comes again; an object with ``__index__`` may not."""
+    return value is None or isinstance(value, str | bool | type | Op) or checks.repeats(value)
