@@ -103,7 +103,10 @@ class Gemm:
             raise ValueError(f"gemm: stride_c: expected products that do not overlap, got {self.stride_c}")
 
     def _integer(self, name: str, low: int) -> None:
-        object.__setattr__(self, name, checks.integer(f"gemm: {name}", getattr(self, name), low))
+        value = checks.integer(f"gemm: {name}", getattr(self, name), low)
+        if value >= 1 << 63:
+            raise ValueError(f"gemm: {name}: expected a number of 63 bits, got {value}")
+        object.__setattr__(self, name, value)
 
     @property
     def scratch_bytes(self) -> int:

@@ -107,7 +107,7 @@ class Ledger:
         index = bisect_right(self._bases, address)
         around = [self._by_base[base] for base in self._bases[max(index - 1, 0) : index + 1]]
         return min(
-            around, key=lambda one: max(int(one.ptr) - address, address - int(one.ptr) - one.nbytes), default=None
+            around, key=lambda one: max(int(one.ptr) - address, address - int(one.ptr) - one.nbytes + 1), default=None
         )
 
     def largest(self, count: int) -> list[Allocation]:

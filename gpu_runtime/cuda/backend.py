@@ -271,9 +271,10 @@ class CudaBackend(MemoryCalls):
         on = self._stream(stream)
         arguments = (options, operands, workspace, workspace_bytes, algorithm)
         product = self._products.find(arguments, self._prepare_product)
-        if product.generation != self._memory.generation:  # a block was freed since: is it one of the product's?
-            product.generation = self._memory.generation
+        generation = self._memory.generation
+        if product.generation != generation:  # a block was freed since: is it one of the product's?
             self._check_spans(product.spans)
+            product.generation = generation
         if self._faults:
             self._ask_faults("gemm", "")
         if self._traces.active:

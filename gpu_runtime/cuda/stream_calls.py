@@ -171,9 +171,8 @@ class StreamCalls(GpuBackend):
             capture = self._streams.capture_of(on)
             if capture is None or capture.origin != key_of(on):
                 raise DeviceError(f"end_capture: stream {on:#x} did not begin a capture")
-            self._streams.release(capture)
+            kept = self._streams.release(capture)
             template = int(self._context.call(runtime.streamEndCapture, on))
-            kept, capture.kept = capture.kept, []  # an event that was recorded in the capture still knows it
             graph = instantiate(self._context, template, kept)
             self._graphs[graph.handle] = graph
         return graph.handle

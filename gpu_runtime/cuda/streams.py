@@ -161,12 +161,17 @@ class Streams:
                 capture.streams.add(key_of(handle))
                 self._captures[key_of(handle)] = capture
 
-    def release(self, capture: Capture) -> None:
-        """Take every stream out of a capture that has ended."""
+    def release(self, capture: Capture) -> list[Any]:
+        """Take every stream out of a capture that has ended, and return what its graph needs to live.
+
+        An event that was recorded in the capture still knows it, but not that.
+        """
         with self._lock:
             capture.ended = True
             for key in capture.streams:
                 self._captures.pop(key, None)
+            kept, capture.kept = capture.kept, []
+        return kept
 
     # how far streams have got
 

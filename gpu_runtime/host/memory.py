@@ -239,7 +239,8 @@ class HostMemory:
         size = numpy_type.itemsize
         reach = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
         buffer = self.bytes(ptr, (reach + 1) * size if all(shape) else 0)
-        return np.ndarray(shape, numpy_type, buffer, strides=tuple(stride * size for stride in strides))
+        steps = (stride * size if extent > 1 else 0 for extent, stride in zip(shape, strides, strict=True))
+        return np.ndarray(shape, numpy_type, buffer, strides=tuple(steps))  # NumPy looks at every step, used or not
 
     def gather_rows(
         self, addresses: Array, lengths: Array, *, offset: int, stride: int, width: int, dtype: str

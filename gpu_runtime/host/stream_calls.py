@@ -144,7 +144,7 @@ class StreamCalls(GpuBackend):
                 if on.capture is not None and found.recorded:
                     raise DeviceError("stream_wait_event: a capture cannot wait for work outside it")
                 return  # the order in which work is enqueued already puts it behind the event
-            if found.capture.graph.ended:
+            if found.capture.ended:
                 raise DeviceError("stream_wait_event: the event was recorded in a capture that has ended")
             if on.handle == LEGACY_STREAM:
                 raise DeviceError("stream_wait_event: the legacy stream cannot join a capture")
@@ -198,14 +198,13 @@ class StreamCalls(GpuBackend):
             capture = found.capture
             if capture is None or capture.origin is not found:
                 raise DeviceError(f"end_capture: stream {found.handle:#x} did not begin a capture")
-            capture.release()
-            capture.graph.ended = True
+            graph = capture.release()
             loose = capture.unjoined()
             if loose:
                 names = ", ".join(f"{one.handle:#x}" for one in loose)
                 raise DeviceError(f"end_capture: work of streams {names} was not joined back by an event")
             handle = next(self._handles)
-            self._graphs[handle] = capture.graph
+            self._graphs[handle] = graph
         return handle
 
     def launch_graph(self, graph: int, stream: StreamLike = 0) -> None:
@@ -234,6 +233,5 @@ class StreamCalls(GpuBackend):
         with self._lock:
             if stream.capture is None:
                 return False
-            stream.capture.graph.ended = True
             stream.capture.release()
         return True

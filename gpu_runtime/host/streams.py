@@ -44,14 +44,15 @@ class InOrder:
 
 @dataclass(eq=False, slots=True)
 class Graph:
-    """A captured sequence of work, replayed with the addresses it was captured with."""
+    """A captured sequence of work, replayed with the addresses it was captured with, one replay after the other."""
 
     nodes: list[Work] = field(default_factory=list)
-    ended: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def replay(self) -> None:
-        for node in self.nodes:
-            node()
+        with self.lock:
+            for node in self.nodes:
+                node()
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +62,7 @@ class Capture:
     origin: HostStream
     graph: Graph = field(default_factory=Graph)
     clocks: dict[HostStream, Clock] = field(default_factory=dict)
+    ended: bool = False
 
     def join(self, stream: HostStream, clock: Clock) -> None:
         """Let ``stream`` come after everything in ``clock``."""
@@ -82,10 +84,17 @@ class Capture:
             stream for stream, clock in self.clocks.items() if known.get(stream.handle, 0) < clock.get(stream.handle, 0)
         ]
 
-    def release(self) -> None:
-        """Take every joined stream out of the capture."""
+    def release(self) -> Graph:
+        """End the capture: take every joined stream out of it, and return what it recorded.
+
+        The graph is the caller's alone: an event that was recorded in the capture knows the latter for as long as it
+        lives, and need not keep the buffers of captured copies that long.
+        """
+        self.ended = True
         for stream in self.clocks:
             stream.capture = None
+        graph, self.graph = self.graph, Graph()
+        return graph
 
 
 @dataclass(eq=False, slots=True)

@@ -20,7 +20,7 @@ from tests.ops.harness import upload
 pytestmark = cuda_only
 
 BOUND_US, PREBUILT_US = 6.0, 4.3
-"""The bound was set where CuPy's bare ``launchKernel`` with prebuilt parameters took 4.3 us. Machines differ: where that
+"""The bound was set where CuPy's bare ``launchKernel`` with prebuilt parameters took 4.3 us. Machines differ: where it
 takes longer, so may we."""
 QUEUE, BATCHES, ROUNDS = 24, 50, 7
 
@@ -54,7 +54,7 @@ def test_a_launch_of_twelve_arguments_is_cheap(gpu: GpuBackend, say: Say) -> Non
     plan = OP.plan(OP.spec.dims(sets[0]), "f32", gpu.limits())
     handle = gpu.kernel(OP.spec.name, plan.entry)
     gpu.launch(handle, plan.grid, plan.block, plan.shared_bytes, 0, sets[0])
-    packed = next(iter(handle.launches.values()))  # type: ignore[attr-defined]
+    packed = handle.launches[plan.grid, plan.block, plan.shared_bytes, *sets[0]]  # type: ignore[attr-defined]
     geometry, params, on = packed.geometry, packed.params, gpu.default_stream()
     ours = [partial(gpu.launch, handle, plan.grid, plan.block, plan.shared_bytes, 0, values) for values in sets]
     theirs = [partial(driver.launchKernel, handle.function, *geometry, on, params, 0)] * 2  # type: ignore[attr-defined]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -311,6 +313,40 @@ def test_graphs_live_until_they_are_destroyed(gpu: GpuBackend) -> None:
     for call in (gpu.launch_graph, gpu.destroy_graph):
         with pytest.raises(DeviceError, match=words(gpu, "expected a live graph")):
             call(graph)
+
+
+@pytest.mark.parametrize("end", ["destroyed", "aborted", "spoilt"])
+def test_buffers_of_captured_copies_are_let_go(gpu: GpuBackend, ptrs: list[int], end: str) -> None:
+    """With the graph, or the capture that comes to none, although an event that was recorded in it lives on."""
+
+    class Buffer(np.ndarray[Any, Any]):
+        """An array that can be watched."""
+
+    event, side = gpu.create_event(), gpu.create_stream()
+    buffer = Buffer(4, np.float32)  # it owns its memory, so that whoever needs that needs the object
+    buffer[:] = 7
+    watch = weakref.ref(buffer)
+    gpu.begin_capture()
+    gpu.copy_h2d_async(buffer, ptrs[0])
+    gpu.record_event(event)
+    del buffer
+    assert watch() is not None
+    if end == "aborted":
+        gpu.abort_capture_if_active()
+    elif end == "spoilt":
+        gpu.stream_wait_event(side, event)
+        double(gpu, ptrs[1], ptrs[1], side)
+        with pytest.raises(DeviceError):
+            gpu.end_capture()
+    else:
+        graph = gpu.end_capture()
+        gpu.launch_graph(graph)
+        assert read(gpu, ptrs[0]) == 7
+        gpu.destroy_graph(graph)
+        gpu.synchronize()
+    gc.collect()
+    assert watch() is None
+    gpu.destroy_event(event)
 
 
 def test_memory_may_be_allocated_in_a_capture(gpu: GpuBackend) -> None:

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import metrale.ops  # noqa: F401  (registers the ops)
 from gpu_runtime import GpuBackend, InvalidPointer, KernelHandle, UnknownKernel
 from gpu_runtime.host import HostBackend
 from gpu_runtime.launch import check_arguments, check_geometry
@@ -265,6 +266,19 @@ def test_modules_and_entries(gpu: GpuBackend) -> None:
         gpu.kernel("toy", "toy")
     with pytest.raises(LookupError):
         gpu.launch(KernelHandle("toy", "toy_f64"), 1, 32, 0, 0, values(16, 32))
+
+
+def test_a_library_op_has_no_kernels(device: Device) -> None:
+    libraries = [op.spec for op in PROCESS_REGISTRY if op.spec.library]
+    assert libraries
+    with device.open() as gpu:
+        for spec in libraries:
+            assert not gpu.has_module(spec.name)
+            for dtype in spec.dtypes:
+                with pytest.raises(UnknownKernel, match=f"kernel: '{spec.name}' .* has no kernels"):
+                    gpu.kernel(spec.name, spec.entry(dtype))
+                with pytest.raises(UnknownKernel, match="has no kernels"):
+                    gpu.launch(KernelHandle(spec.name, spec.entry(dtype)), 1, 32, 0, 0, ())
 
 
 @pytest.mark.parametrize("handle", [None, "toy_f32", ("toy", "toy_f32"), toy.OP])

@@ -14,8 +14,8 @@ import pytest
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError, InvalidPointer
 from gpu_runtime.host import HostBackend
-from tests.backends import damaged
-from tests.gpu_runtime.toy import launch, values
+from tests.backends import Device, damaged, host_only
+from tests.gpu_runtime.toy import REGISTRY, launch, values
 from tests.ops.harness import download, upload
 
 THREADS = 8
@@ -158,6 +158,91 @@ def test_one_thread_alone_frees(gpu: GpuBackend) -> None:
     hammer(work)
     assert freed.count("block") == freed.count("pinned") == 1
     assert {"event", "stream"} <= set(freed)
+
+
+def test_streams_come_and_go(gpu: GpuBackend) -> None:
+    """Beside frees, which ask every stream: a stream is one thread's until that destroys it."""
+    ptrs = [upload(gpu, np.ones(4, dtype=np.float32)) for _ in range(THREADS)]
+    held: set[int] = set()
+
+    def work(index: int) -> None:
+        for _ in range(25):
+            stream = gpu.create_stream()
+            assert stream not in held
+            held.add(stream)
+            launch(gpu, values(ptrs[index], ptrs[index], factor=-1.0), stream)
+            gpu.free(gpu.alloc(64))
+            held.remove(stream)
+            gpu.destroy_stream(stream)
+
+    hammer(work)
+    for ptr in ptrs:
+        assert (download(gpu, ptr, np.empty(4, np.float32)) == -1).all()
+
+
+def test_frees_beside_captures(gpu: GpuBackend) -> None:
+    """Half of the threads capture on streams of their own; allocations and frees of the others are no part of it."""
+    ptrs = [upload(gpu, np.ones(4, dtype=np.float32)) for _ in range(THREADS)]
+
+    def work(index: int) -> None:
+        if index % 2:
+            for _ in range(100):
+                gpu.free(gpu.alloc(256))
+            return
+        stream = gpu.create_stream()
+        for _ in range(25):
+            gpu.begin_capture(stream)
+            launch(gpu, values(ptrs[index], ptrs[index], factor=-1.0), stream)
+            graph = gpu.end_capture(stream)
+            gpu.launch_graph(graph, stream)
+            gpu.destroy_graph(graph)
+        gpu.synchronize(stream)
+
+    hammer(work)
+    for index, ptr in enumerate(ptrs):
+        assert (download(gpu, ptr, np.empty(4, np.float32)) == (1 if index % 2 else -1)).all()
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_one_graph_on_many_streams(device: Device, check: bool) -> None:
+    """As CUDA has it, launches of one graph come one after the other, whatever stream they are on."""
+    options = {"memory_limit": 1 << 20, "check": check} if device.is_host else {}
+    with device.open(ops=REGISTRY, **options) as gpu:
+        total, one = upload(gpu, np.zeros(4, np.float32)), upload(gpu, np.ones(4, np.float32))
+        gpu.begin_capture()
+        launch(gpu, values(total, total, bias=one, factor=1.0))
+        graph = gpu.end_capture()
+
+        def work(_: int) -> None:
+            stream = gpu.create_stream()
+            for _ in range(50):
+                gpu.launch_graph(graph, stream)
+            gpu.synchronize(stream)
+
+        hammer(work)
+        assert (download(gpu, total, np.empty(4, np.float32)) == 50 * THREADS).all()
+        gpu.sweep_unreleased()
+
+
+@host_only
+def test_a_capture_that_a_dead_thread_left_is_nobodys(gpu: GpuBackend) -> None:
+    """tests/gpu has it for a GPU, in a process of its own."""
+    ptr = upload(gpu, np.ones(4, dtype=np.float32))
+
+    def use() -> None:
+        assert not gpu.stream_is_capturing(2)
+        event = gpu.create_event()
+        launch(gpu, values(ptr, ptr), 2)
+        gpu.record_event(event, 2)
+        gpu.synchronize(2)
+        assert gpu.event_query(event)
+        with pytest.raises(DeviceError, match="did not begin a capture"):
+            gpu.end_capture(2)
+
+    for work in (lambda: gpu.begin_capture(2), use):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(work).result()
+    assert (download(gpu, ptr, np.empty(4, np.float32)) == 2).all()
 
 
 def test_sweep_and_close_beside_other_calls() -> None:
