@@ -120,7 +120,7 @@ class CudaBackend(MemoryCalls):
         # when they first came. `_pass` is not what it was then while somebody watches, and for good after `close`.
         try:
             on = self._own[stream]  # type: ignore[index]  # a stream that is an object is not in it
-            packed = handle.launches[(grid, block, shared_mem, *args)]  # type: ignore[attr-defined]
+            packed = handle.launches[args]  # type: ignore[attr-defined]
         except (KeyError, TypeError, AttributeError):
             packed = None
         if (
@@ -128,6 +128,7 @@ class CudaBackend(MemoryCalls):
             and packed.issued is self._pass
             and packed.types == (*map(type, args),)
             and ((grid is packed.grid and block is packed.block) or packed.fits(grid, block))
+            and shared_mem == packed.geometry[6]
             and type(stream) is type(shared_mem) is int
             and not (cooperative or programmatic)
         ):

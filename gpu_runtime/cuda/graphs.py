@@ -41,16 +41,16 @@ class Graph:
             self._destroy()
 
     def _destroy(self) -> None:
-        self._context.call(runtime.graphExecDestroy, self.executable)
-        self._context.call(runtime.graphDestroy, self.template)
+        self._context.call_relaxed(runtime.graphExecDestroy, self.executable)
+        self._context.call_relaxed(runtime.graphDestroy, self.template)
 
 
 def instantiate(context: Context, template: int, kept: list[Any]) -> Graph:
     """Return the launchable form of a captured graph, which takes over ``template``."""
     try:
-        executable = int(context.call(runtime.graphInstantiate, template))
+        executable = int(context.call_relaxed(runtime.graphInstantiate, template))
     except BaseException:
-        context.call(runtime.graphDestroy, template)
+        context.call_relaxed(runtime.graphDestroy, template)
         raise
     return Graph(context, template, executable, kept)
 

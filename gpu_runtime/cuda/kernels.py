@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,7 +47,7 @@ class Packed:
     types : tuple of type
         Types of the arguments, because 1, True and 1.0 are equal but not equally valid.
     grid, block : int or tuple
-        As the caller gave them.
+        As the caller gave them, if they cannot change.
     issued : object
         The pass of the backend that checked it.
     """
@@ -63,25 +62,23 @@ class Packed:
     issued: object
 
     def fits(self, grid: Dim3, block: Dim3) -> bool:
-        """Return whether a grid and a block that are equal to this launch's are also of its types."""
-        return (grid is self.grid or _axis_types(grid) == _axis_types(self.grid)) and (
-            block is self.block or _axis_types(block) == _axis_types(self.block)
-        )
+        """Return whether a grid and a block are plain ints, or tuples of them, that are equal to this launch's."""
+        return _plain(grid) and _plain(block) and grid == self.grid and block == self.block
 
 
-def _axis_types(axes: Dim3) -> tuple[type, ...]:
-    return tuple(map(type, axes)) if isinstance(axes, tuple) else (type(axes),)
+def _plain(axes: Dim3) -> bool:
+    return type(axes) is int or (type(axes) is tuple and all(type(axis) is int for axis in axes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaKernel(KernelHandle):
-    """An entry point on the device, with its op, its function and the launches that were packed for it."""
+    """An entry point on the device: its op, its function, and the last launch for each tuple of arguments."""
 
     op: Op
     dtype: str
     function: int
     owner: Any
-    launches: dict[Any, Packed] = field(default_factory=dict)
+    launches: dict[tuple[Any, ...], Packed] = field(default_factory=dict)
 
     def keep(self, packed: Packed, shared: int, args: Sequence[Any]) -> None:
         """Keep a launch for the next one with the same arguments, if those will mean the same then."""
@@ -89,8 +86,7 @@ class CudaKernel(KernelHandle):
             return
         if len(self.launches) >= _MOST_KEPT:
             self.launches.clear()
-        with suppress(TypeError):  # a list as grid or block cannot be hashed; it is packed each time
-            self.launches[packed.grid, packed.block, shared, *args] = packed
+        self.launches[tuple(args)] = packed
 
 
 class Kernels:
@@ -178,9 +174,15 @@ def pack(
     cells = [_ctype(spec, place)(value) for place, value in enumerate(values)]
     params = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
     geometry = (*blocks, *threads, shared)
-    enqueue = partial(driver.launchKernel, kernel.function, *geometry)
     return Packed(
-        geometry, enqueue, ctypes.addressof(params), (cells, params), tuple(map(type, args)), grid, block, issued
+        geometry,
+        enqueue=partial(driver.launchKernel, kernel.function, *geometry),
+        params=ctypes.addressof(params),
+        memory=(cells, params),
+        types=tuple(map(type, args)),
+        grid=grid if _plain(grid) else blocks,
+        block=block if _plain(block) else threads,
+        issued=issued,
     )
 
 

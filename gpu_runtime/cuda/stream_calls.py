@@ -172,7 +172,7 @@ class StreamCalls(GpuBackend):
             if capture is None or capture.origin != key_of(on):
                 raise DeviceError(f"end_capture: stream {on:#x} did not begin a capture")
             kept = self._streams.release(capture)
-            template = int(self._context.call(runtime.streamEndCapture, on))
+            template = int(self._context.call_relaxed(runtime.streamEndCapture, on))
             graph = instantiate(self._context, template, kept)
             self._graphs[graph.handle] = graph
         return graph.handle

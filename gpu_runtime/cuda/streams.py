@@ -149,7 +149,7 @@ class Streams:
             if self.is_capturing(handle):
                 raise DeviceError(f"begin_capture: stream {handle:#x} is capturing already")
             # Relaxed: an allocation or a wait for another stream is no part of the capture and need not break it.
-            self._context.call(runtime.streamBeginCapture, handle, runtime.streamCaptureModeRelaxed)
+            self._context.call_relaxed(runtime.streamBeginCapture, handle, runtime.streamCaptureModeRelaxed)
             key = key_of(handle)
             self._captures[key] = Capture(key, {key}, [stream])
 
@@ -255,7 +255,7 @@ class Streams:
         if key_of(handle) != capture.origin:
             return  # another thread's stream; its capture ends with the thread
         try:
-            graph = self._context.call(runtime.streamEndCapture, handle)
+            graph = self._context.call_relaxed(runtime.streamEndCapture, handle)
         except DeviceError:  # it was spoilt or not joined; either way it has ended
             return
         if graph:
