@@ -4,7 +4,7 @@
 It runs the GPU tests as they are and with kernels compiled to PTX for compute capability 8.0, NVIDIA's memory checkers
 over the ops and a few translations, a planted overrun that the checker must find, and every mutant of the kernels. The
 steps run side by side. One JSON file says what was run on what, and how each step ended; the exit code is 0 when all of
-them ended as they should.
+them ended as they should, and 2, before anything is run, when there is no GPU or no compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def sanitizer(tool: str, *command: str) -> tuple[str, ...]:
 
 
 def find_sanitizer() -> str:
-    """Return the path of compute-sanitizer, or its bare name when it is not found: its steps then fail, saying so."""
+    """Return the path of compute-sanitizer, or its bare name when it is not found: `refusal` then says so."""
     usual = Path("/usr/local/cuda/bin/compute-sanitizer")
     return shutil.which("compute-sanitizer") or (str(usual) if usual.exists() else "compute-sanitizer")
 
@@ -94,6 +94,20 @@ def steps(workers: int) -> list[Step]:
         *checked,
         Step("planted overrun", planted, FOUND, "Invalid __global__ write of size 4 bytes"),
     ]
+
+
+def refusal(chosen: Sequence[Step]) -> str | None:
+    """Return why these steps cannot be run on this machine, or None. A GPU is tried in a process of its own."""
+    if any(step.command[0] == "compute-sanitizer" for step in chosen):
+        return (
+            "compute-sanitizer is not found, on PATH or in /usr/local/cuda/bin; it comes with the CUDA toolkit "
+            "(--skip check --skip planted leaves out what needs it)"
+        )
+    opened = "from gpu_runtime import open_backend; open_backend('cuda').close()"
+    done = subprocess.run([sys.executable, "-c", opened], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"no GPU can be used: {(done.stderr.splitlines() or [f'exit code {done.returncode}'])[-1]}"
+    return None
 
 
 def run(step: Step, seconds: float) -> dict[str, Any]:
@@ -168,6 +182,8 @@ def main() -> int:
     ]
     if not chosen:
         parser.error("no step has such a name")
+    if reason := refusal(chosen):
+        parser.error(reason)
     began = time.monotonic()
     results = [run(step, options.timeout) for step in chosen if step.alone]
     with ThreadPoolExecutor(options.jobs) as pool:

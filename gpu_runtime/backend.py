@@ -11,6 +11,7 @@ is enqueued. Every method may be called from any thread.
 from __future__ import annotations
 
 import abc
+import ctypes
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -408,7 +409,8 @@ def open_backend(device: str = "auto", *, config: Config | None = None) -> GpuBa
     ----------
     device : str
         ``"host"``; ``"cuda:N"``; ``"cuda"``: the first GPU that can be used; or ``"auto"``: what the configuration
-        says, else the first such GPU, else the host. The choice of "auto" is logged.
+        says, else the first such GPU, else the host. The choice of "auto" is logged, as a warning when there is a
+        driver and it is the host all the same.
     config : Config or None
         Settings; None reads the environment.
 
@@ -431,14 +433,23 @@ def open_backend(device: str = "auto", *, config: Config | None = None) -> GpuBa
     if wanted not in ("auto", "host"):
         raise ValueError(f"device: expected 'auto', 'host', 'cuda' or 'cuda:N', got {wanted!r}")
     if wanted == "auto":
-        from gpu_runtime.cuda import open_cuda
+        from gpu_runtime.cuda import DRIVER, open_cuda
 
         try:
             backend = open_cuda(config=settings)
             log.info("device 'auto': %s", backend.name())
             return backend
         except BackendUnavailable as error:
-            log.info("device 'auto': the host, because no GPU can be used: %s", error)
+            level = logging.WARNING if _loads(DRIVER) else logging.INFO  # without a driver, nobody expects a GPU
+            log.log(level, "device 'auto': the host, because no GPU can be used: %s", error)
     from gpu_runtime.host import HostBackend
 
     return HostBackend()
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

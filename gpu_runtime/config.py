@@ -11,7 +11,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Settings that may come from the environment. An explicit argument always wins over them.
+    """Settings that may come from the environment. An explicit argument always wins over them;
+    ``device="auto"`` is none, and leaves the choice to ``METRALE_DEVICE``.
 
     Attributes
     ----------

@@ -285,6 +285,11 @@ class Op:
     include: tuple[Path, ...] = ()
     enqueue: Callable[[GpuBackend, str, Sequence[Any], StreamLike], None] | None = None
 
+    def __post_init__(self) -> None:
+        given: object = self.include  # a bare path is the usual mistake, and a str would pass as many folders
+        if not isinstance(given, tuple) or not all(isinstance(folder, Path) for folder in given):
+            raise TypeError(f"{self.spec.name}: include: expected a tuple of Path, got {given!r}")
+
     def launch(self, gpu: GpuBackend, dtype: str, values: Sequence[Any], stream: StreamLike = 0) -> None:
         """Plan and enqueue one launch, or enqueue the library call.
 

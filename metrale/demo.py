@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -23,3 +24,8 @@ DEMO_LANGUAGES: Final = (
 def demo_model_path() -> Path:
     """Return the folder of the demo checkpoint: nine European languages, any to any. Its README says what it can do."""
     return Path(__file__).parent / "demo_model"
+
+
+def is_demo_model(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is the demo checkpoint's, by whatever path."""
+    return Path(path).resolve() == demo_model_path().resolve()

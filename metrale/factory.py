@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend, open_backend
 from gpu_runtime.config import Config
+from gpu_runtime.errors import BackendUnavailable
 from metrale.checkpoint import open_checkpoint
 from metrale.errors import CheckpointError, InvalidInput
 from metrale.nllb.admission import Languages
@@ -84,7 +85,7 @@ def load(
         _check_dtype(dtype)
         with ExitStack() as undo:
             owns_gpu = not isinstance(device, GpuBackend)
-            gpu = device if isinstance(device, GpuBackend) else undo.enter_context(_open(device))
+            gpu = device if isinstance(device, GpuBackend) else undo.enter_context(open_device(device))
             shape = _shape(gpu, config, weights.vocab_size, dtype, limits)
             log.info("device %s: %s", device if owns_gpu else "given", gpu.name())
             log.info("dtype %s: %s", dtype, dtypes.long_name(shape.dtype))
@@ -119,7 +120,7 @@ def memory_plan(
     _check_dtype(dtype)
     if isinstance(device, GpuBackend):
         return plan_memory(_shape(device, config, vocab, dtype, serving))
-    with _open(device) as gpu:
+    with open_device(device) as gpu:
         return plan_memory(_shape(gpu, config, vocab, dtype, serving))
 
 
@@ -148,8 +149,22 @@ def _config(path: PathLike) -> NllbConfig:
     return config
 
 
-def _open(device: str) -> GpuBackend:
-    return open_backend(device_name(device))
+def open_device(device: str) -> GpuBackend:
+    """Open a device by its name, ``"auto"`` standing for what ``METRALE_DEVICE`` says.
+
+    Raises
+    ------
+    InvalidInput
+        As `device_name`.
+    gpu_runtime.BackendUnavailable
+        When it cannot be opened. The message names the variable when that named the device, and where to look further.
+    """
+    name = device_name(device)
+    try:
+        return open_backend(name)
+    except BackendUnavailable as error:
+        origin = f"METRALE_DEVICE={name}: " if device != name else ""
+        raise BackendUnavailable(f"{origin}{error} (metrale doctor shows what there is and what is missing)") from error
 
 
 def device_name(device: object) -> str:

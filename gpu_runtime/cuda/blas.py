@@ -139,7 +139,7 @@ class Blas:
                 self._handle = int(cublasLt.create())
             except Exception as error:  # the bindings raise several kinds when the library is missing or broken
                 raise BackendUnavailable(
-                    f'cuBLASLt cannot be used: {error}: pip install "metrale[cuda12]" (or nvidia-cublas-cu12 alone)'
+                    f"cuBLASLt cannot be used: {error}: pip install nvidia-cublas-cu12 (the extra cuda12 brings it)"
                 ) from error
 
     @staticmethod

@@ -152,7 +152,7 @@ def _library() -> Any:
             nvrtc.getVersion()
         except (ImportError, RuntimeError):
             raise BackendUnavailable(
-                'NVRTC: no library found: pip install "metrale[cuda12]" (or nvidia-cuda-nvrtc-cu12 alone; with CuPy '
-                f"for CUDA 13, nvidia-cuda-nvrtc). CuPy says: {str(first).strip()}"
+                "NVRTC: no library found: pip install nvidia-cuda-nvrtc-cu12 (the extra cuda12 brings it and its like; "
+                f"with CuPy for CUDA 13, nvidia-cuda-nvrtc). CuPy says: {str(first).strip()}"
             ) from first
     return nvrtc

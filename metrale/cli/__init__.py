@@ -12,7 +12,8 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import metrale
@@ -64,13 +65,33 @@ def _run(arguments: list[str]) -> int:
     except SystemExit as done:  # --help and --version
         sys.stdout.flush()
         return int(done.code or DONE)
-    if args.debug:
-        logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
-    with warnings.catch_warnings():  # it also puts the function back that shows them
+    with _log(args.debug), warnings.catch_warnings():  # it also puts the function back that shows them
         warnings.showwarning = _show_warning
         code: int = args.run(args)
     sys.stdout.flush()
     return code
+
+
+class _Aloud(logging.Handler):
+    """Prints log messages as the command's own warnings are printed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextmanager
+def _log(debug: bool) -> Iterator[None]:
+    """Show log messages inside a ``with`` block: warnings and errors, or with ``debug`` all of them from then on."""
+    if debug:
+        logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
+        yield
+        return
+    handler = _Aloud(logging.WARNING)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

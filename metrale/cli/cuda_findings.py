@@ -115,7 +115,7 @@ def _library(name: str, answers: Mapping[str, Answer], major: int, driver: Mappi
     """Judge a library by what loads it, and where that gives no answer, by the file alone."""
     title, loader, wheel = _LIBRARIES[name]
     extra = major == packages.CUDA_MAJOR
-    advice = f'pip install "metrale[cuda{major}]"' if extra else f"pip install {wheel}"
+    advice = f"pip install -e '.[cuda{major}]' (in the clone)" if extra else f"pip install {wheel}"
     loaded, files = answers[name], answers["libraries"]
     file: dict[str, Any] = {"path": None, "version": "", "error": None} if files.data is None else files.data[name]
     if loaded.data is not None:

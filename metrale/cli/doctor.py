@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 import metrale
+from gpu_runtime.config import Config
 from metrale.cli.failure import DONE, UNUSABLE
 from metrale.cli.finding import Finding
 from metrale.cli.findings import READY, judge, verdicts
@@ -35,8 +36,8 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
         parents=[common],
         allow_abbrev=False,
         help="show what is installed, and what is missing",
-        description="Show what metrale finds on this machine and what to install for what is missing. The exit code is "
-        "0 when the host backend works, else 3.",
+        description="Show what metrale finds on this machine, what to install for what is missing, and the settings in "
+        "force. The exit code is 0 when the host backend works, else 3.",
     )
     parser.add_argument("--json", action="store_true", help="write one JSON object")
     parser.set_defaults(run=run)
@@ -54,10 +55,21 @@ def run(args: argparse.Namespace) -> int:
     return DONE if verdict["host"] == READY else UNUSABLE
 
 
+def settings() -> dict[str, str | None]:
+    """Return the device, the model's folder and the cache folder that the environment's settings come to."""
+    config = Config.from_env()
+    return {
+        "device": config.device,
+        "model": config.model,
+        "cache": None if config.cache is None else str(config.cache),
+    }
+
+
 def to_dict(answers: Mapping[str, Answer], findings: list[Finding], verdict: Mapping[str, str]) -> dict[str, Any]:
-    """Return everything as JSON-ready values: the findings, the verdicts, and what each probe answered."""
+    """Return everything as JSON-ready values: settings, findings, verdicts, and what each probe answered."""
     return {
         "metrale": metrale.__version__,
+        "settings": settings(),
         "findings": [asdict(one) for one in findings],
         "verdict": dict(verdict),
         "probes": {name: asdict(answer) for name, answer in answers.items()},
@@ -70,6 +82,9 @@ def to_text(answers: Mapping[str, Answer], findings: list[Finding], verdict: Map
     lines = [f"metrale {metrale.__version__}"]
     if about is not None:
         lines += [about["python"], f"{about['platform']}, {about['processors']} processors"]
+    lines += ["", "settings"]
+    absent = {"model": "none: the demo model", "cache": "none: compiled kernels are not kept"}
+    lines += [one_line(f"  {name}: {value or absent[name]}") for name, value in settings().items()]
     for part in ("host", "cuda"):
         lines += ["", part]
         for one in findings:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
-from gpu_runtime.errors import BackendUnavailable, GpuRuntimeError
+from gpu_runtime.errors import GpuRuntimeError
 from metrale.errors import CheckpointError, InvalidInput, MetraleError, NotSupported, UnknownLanguage
 
 DONE: Final = 0
@@ -59,8 +59,6 @@ def describe(error: Exception) -> tuple[int, str]:
         return code, f"{option}: expected {error.expected}, got {error.got}{hint}"
     if isinstance(error, NotSupported):
         return USAGE, str(error)
-    if isinstance(error, BackendUnavailable):
-        return UNUSABLE, f"{error} (metrale doctor shows what there is and what is missing)"
     if isinstance(error, (MetraleError, GpuRuntimeError)):
         return UNUSABLE, str(error)
     if isinstance(error, MemoryError):

@@ -45,5 +45,5 @@ def _host_packages(answer: Answer) -> Iterator[Finding]:
 
 def _host_trial(answer: Answer) -> Finding:
     if answer.data is None:
-        return Finding("host", "host backend", "problem", str(answer.error), "pip install --force-reinstall metrale")
+        return Finding("host", "host backend", "problem", str(answer.error), "pip install -e . (in the clone)")
     return Finding("host", "host backend", "ok", f"{answer.data['name']} translates")

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from gpu_runtime import dtypes
-from gpu_runtime.backend import open_backend
 from metrale.checkpoint import open_checkpoint
 from metrale.cli.failure import DONE
 from metrale.cli.model_options import add_model_arguments, choose_model, device_of, limits_of
 from metrale.cli.output import to_json, write_lines
-from metrale.factory import element_type, memory_plan
+from metrale.factory import element_type, memory_plan, open_device
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
 from metrale.nllb.weights import match_weights
@@ -60,7 +59,7 @@ def gather(path: Path, device: str, dtype: str, limits: dict[str, int]) -> dict[
     with open_checkpoint(path) as checkpoint:
         weights = match_weights(config, checkpoint)
     tokenizer = NllbTokenizer.from_dir(path, vocab_size=weights.vocab_size) if (path / MODEL_FILE).exists() else None
-    with open_backend(device) as gpu:
+    with open_device(device) as gpu:
         plan = memory_plan(path, gpu, dtype, **limits)
         computed = dtypes.long_name(element_type(dtype, gpu))
         opened = {"kind": gpu.kind(), "name": gpu.name(), "memory_bytes": gpu.total_memory()}

@@ -11,7 +11,7 @@ from typing import Final
 from gpu_runtime.config import Config
 from metrale.checkpoint import require_folder
 from metrale.cli.failure import USAGE, Failure, say
-from metrale.demo import demo_model_path
+from metrale.demo import demo_model_path, is_demo_model
 from metrale.errors import InvalidInput
 from metrale.factory import device_name
 from metrale.nllb.limits import ServingLimits
@@ -21,7 +21,7 @@ _LIMITS: Final = ("max_batch", "max_source_len", "max_new_tokens")
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """A checkpoint folder that exists, and whether it is the demo model taken for want of another."""
+    """A checkpoint folder that exists, and whether it is the demo model's."""
 
     path: Path
     is_demo: bool
@@ -37,8 +37,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         default="auto",
         metavar="NAME",
-        help="auto, host, cuda or cuda:N (default: METRALE_DEVICE, else auto: the first GPU that can be used, else the "
-        "host)",
+        help="host, cuda, cuda:N, or auto, the default: what METRALE_DEVICE says, else the first GPU that can be used, "
+        "else the host",
     )
     parser.add_argument(
         "--dtype",
@@ -76,13 +76,14 @@ def choose_model(args: argparse.Namespace) -> ModelChoice:
     if given == "":
         raise Failure(USAGE, "--model: expected a checkpoint folder, got ''")
     if given is not None:
-        return ModelChoice(require_folder(given), is_demo=False)
+        folder = require_folder(given)
+        return ModelChoice(folder, is_demo=is_demo_model(folder))
     say("note: neither --model nor METRALE_MODEL is given: taking the demo model (nine languages, interface texts)")
     return ModelChoice(require_folder(demo_model_path()), is_demo=True)
 
 
 def device_of(args: argparse.Namespace) -> str:
-    """Return the device's name as `metrale.load` takes it.
+    """Return the device as `metrale.load` takes it, after checking that it is the name of one.
 
     Raises
     ------
@@ -90,10 +91,11 @@ def device_of(args: argparse.Namespace) -> str:
         When the option, or ``METRALE_DEVICE``, is not the name of a device.
     """
     try:
-        return device_name(args.device)
+        device_name(args.device)
     except InvalidInput as error:
         option = "--device" if error.argument == "device" else error.argument
         raise Failure(USAGE, f"{option}: expected auto, host, cuda or cuda:N, got {error.got}") from None
+    return str(args.device)
 
 
 def limits_of(args: argparse.Namespace) -> dict[str, int]:

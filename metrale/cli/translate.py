@@ -35,8 +35,8 @@ _JSON_KEYS: Final = (
 )
 _DESCRIPTION: Final = """\
 Translate each TEXT, or each line of standard input, to one line of standard output, in order. Input and output are
-UTF-8. A blank line gives a blank line, and so does one that cannot be translated, with a warning. Put -- before a TEXT
-that starts with a dash."""
+UTF-8; a line that is not valid UTF-8 ends the run with exit code 2, after the lines before it. A blank line gives a
+blank line, and so does one that cannot be translated, with a warning. Put -- before a TEXT that starts with a dash."""
 _EPILOG: Final = """\
 With --json, each line is an object: text, source_text, source_lang, target_lang, token_ids, score (null without
 --scores), finish_reason (eos, length or error), truncated, error. Exit codes: 0 all is translated, 1 some texts failed,

@@ -64,6 +64,25 @@ def test_the_report_for_people_ends_with_the_verdicts(capsys: pytest.CaptureFixt
     assert err == ""
 
 
+def test_the_settings_in_force_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "PROBES", dict.fromkeys(doctor.PROBES, "metrale.cli.packages:no_such_function"))
+    for name, value in {"DEVICE": "cuda:1", "MODEL": "/models/one", "CACHE_DIR": "/cache"}.items():
+        monkeypatch.setenv(f"METRALE_{name}", value)
+    main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["settings"] == {"device": "cuda:1", "model": "/models/one", "cache": "/cache"}
+    for name in ("METRALE_DEVICE", "METRALE_MODEL", "METRALE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("settings")
+    assert lines[start + 1 : start + 4] == [
+        "  device: auto",
+        "  model: none: the demo model",
+        "  cache: none: compiled kernels are not kept",
+    ]
+
+
 @pytest.mark.gpu
 def test_a_gpu_that_works_is_found_to_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
@@ -347,7 +366,7 @@ def test_a_machine_without_a_gpu_lacks_a_driver_and_nothing_else() -> None:
         (with_packages(versions={"nvmath-python": None}), "nvmath-python", "missing", "nvmath-python>=0.5"),
         (with_packages(versions={"numpy": "1.25.2"}), "numpy", "problem", "numpy>=1.26"),
         ({**GOOD, "driver": Answer(None, "crashed with SIGSEGV")}, "NVIDIA driver", "unknown", None),
-        ({**GOOD, "host": Answer(None, "ImportError: numpy")}, "host backend", "problem", "reinstall"),
+        ({**GOOD, "host": Answer(None, "ImportError: numpy")}, "host backend", "problem", "pip install -e ."),
         ({**GOOD, "gpu": Answer(None, "crashed with SIGSEGV")}, "CUDA backend", "problem", None),
     ],
 )
@@ -389,7 +408,8 @@ def test_a_library_that_is_missing_or_does_not_load(name: str) -> None:
     assert finding.state == "problem"
     assert re.search(r"12\.9\.1 \(lib.*, but (CuPy|nvmath) cannot load it: OSError: undefined symbol", finding.detail)
     finding = cuda_of({**failed, "libraries": absent})[title]
-    assert (finding.state, finding.detail, finding.advice) == ("missing", "not found", 'pip install "metrale[cuda12]"')
+    assert (finding.state, finding.detail) == ("missing", "not found")
+    assert finding.advice == "pip install -e '.[cuda12]' (in the clone)"
     finding = cuda_of({**failed, "libraries": Answer(None, "no answer")})[title]
     assert (finding.state, finding.detail) == ("unknown", "OSError: undefined symbol; no answer")
 

@@ -60,19 +60,19 @@ class Gpu(HostBackend):
 def test_the_plan_is_for_the_device_that_would_be_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    on_host = metrale.memory_plan(DEMO, "host", "bfloat16", max_batch=4)
     asked: list[str] = []
 
     def open_fake(name: str) -> Gpu:
         asked.append(name)
         return Gpu()
 
-    monkeypatch.setattr("metrale.cli.inspect.open_backend", open_fake)
+    monkeypatch.setattr("metrale.factory.open_backend", open_fake)
     monkeypatch.setenv("METRALE_DEVICE", "cuda:3")
     assert main(["inspect", "--model", str(DEMO), "--json", "--max-batch", "4"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert asked == ["cuda:3"]
     assert (report["device"]["kind"], report["device"]["name"], report["dtype"]) == ("cuda", "a GPU", "bfloat16")
-    on_host = metrale.memory_plan(DEMO, "host", "bfloat16", max_batch=4)
     assert report["memory"]["workspace"] == on_host.workspace + (32 << 20)
     assert report["memory"]["kv"] == on_host.kv
     assert main(["inspect", "--model", str(DEMO), "--device", "cuda"]) == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import metrale
 from metrale.cli import main
 from metrale.demo import demo_model_path
+from metrale.errors import NotSupported
 from metrale.nllb.languages import FLORES_200
 from tests.cli.conftest import FakeTranslator, Feed
 from tests.reference.tiny import write_tiny
@@ -143,8 +146,21 @@ def test_an_empty_value_is_not_the_default(option: str, capsys: pytest.CaptureFi
 
 
 def test_languages_that_the_demo_model_never_learnt(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["translate", "--to", "zul_Latn", "--max-new-tokens", "4", "x"]) == 0
-    assert "warning: the demo model never learnt zul_Latn" in capsys.readouterr().err
+    warning = "warning: the demo model never learnt zul_Latn"
+    here = os.path.relpath(DEMO)
+    for model in ([], ["--model", str(DEMO)], ["--model", here]):  # named or not, it is the demo model
+        assert main(["translate", *model, "--to", "zul_Latn", "--max-new-tokens", "4", "x"]) == 0
+        assert warning in capsys.readouterr().err
+    assert main(["translate", "--model", here, "--to", "pol_Latn", "--max-new-tokens", "4", "x"]) == 0
+    assert "never learnt" not in capsys.readouterr().err
+
+
+def test_another_model_may_know_more_languages(
+    tmp_path: Path, fakes: list[FakeTranslator], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(DEMO, tmp_path / "model")
+    assert main(["translate", "--model", str(folder), "--to", "zul_Latn", "x"]) == 0
+    assert capsys.readouterr() == ("X\n", "")
 
 
 def test_settings_of_the_checkpoint_that_greedy_decoding_leaves_out(
@@ -235,6 +251,36 @@ def test_the_environment_s_device_is_checked(
     monkeypatch.setenv("METRALE_DEVICE", "gpu")
     assert main(["translate", "x"]) == 2
     assert "METRALE_DEVICE: expected auto, host, cuda or cuda:N, got 'gpu'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["translate", "x"], ["inspect"]])
+def test_an_environment_s_device_that_cannot_be_opened_is_named(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("METRALE_DEVICE", "cuda:99")
+    for device in ([], ["--device", "auto"]):  # which is no choice of its own
+        assert main([*command, *device]) == 3
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("metrale: error: METRALE_DEVICE=cuda:99: cuda")
+        assert last.count("metrale doctor") == 1
+
+
+def test_log_messages_that_warn_are_the_command_s_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warn(*_: Any, **__: Any) -> Any:
+        log = logging.getLogger("gpu_runtime.backend")
+        log.info("not shown")
+        log.warning("the host, because %s", "of\nthis")
+        raise NotSupported("Translator", "this", "that")
+
+    monkeypatch.setattr("metrale.cli.translate.Translator", warn)
+    before = list(logging.getLogger().handlers)
+    assert main(["translate", "--model", str(DEMO), "--to", "fra_Latn", "x"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "metrale: warning: the host, because of this"
+    assert len(lines) == 2
+    assert logging.getLogger().handlers == before
 
 
 def test_languages_are_listed_with_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpu_runtime import BackendUnavailable, Config, open_backend
+from gpu_runtime import BackendUnavailable, Config, GpuBackend, open_backend
 from gpu_runtime.host import HostBackend
 from tests.backends import why_no_gpu
 
@@ -74,6 +74,22 @@ def test_open_host(name: str, config: Config) -> None:
 def test_auto_takes_a_gpu_where_there_is_one() -> None:
     with open_backend("auto", config=Config()) as gpu:
         assert gpu.kind() == ("cuda" if why_no_gpu() is None else "host")
+
+
+@pytest.mark.parametrize(("driver", "level"), [("no_such_driver.so", "INFO"), (None, "WARNING")])
+def test_auto_warns_when_there_is_a_driver_but_no_gpu_can_be_used(
+    driver: str | None, level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(device: int | None = None, *, config: Config | None = None) -> GpuBackend:
+        raise BackendUnavailable("cuda:0: compute capability 7.5")
+
+    monkeypatch.setattr("gpu_runtime.cuda.open_cuda", refuse)
+    monkeypatch.setattr("gpu_runtime.cuda.DRIVER", driver)  # None is the process itself, which always loads
+    with caplog.at_level("INFO", logger="gpu_runtime"), open_backend("auto", config=Config()) as gpu:
+        assert gpu.kind() == "host"
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert "no GPU can be used: cuda:0: compute capability 7.5" in record.getMessage()
 
 
 @pytest.mark.gpu

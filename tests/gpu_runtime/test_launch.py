@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -89,6 +91,12 @@ def test_op_without_a_plan(gpu: GpuBackend) -> None:
     op = Op(toy.SPEC, toy.reference, toy.make_inputs, ())
     with pytest.raises(UnknownKernel, match="neither a launch plan nor a library call"):
         op.launch(gpu, "f32", values(0, 0))
+
+
+@pytest.mark.parametrize("include", [Path("kernels"), "kernels", ("kernels",), [Path("kernels")], None])
+def test_an_op_s_include_is_a_tuple_of_paths(include: Any) -> None:
+    with pytest.raises(TypeError, match=f"toy: include: expected a tuple of Path, got {re.escape(repr(include))}"):
+        Op(toy.SPEC, toy.reference, toy.make_inputs, (), include=include)
 
 
 def test_inputs_are_read_only_in_a_reference() -> None:

@@ -281,5 +281,7 @@ def test_a_setting_that_is_no_device_is_named(tiny_folder: Path, monkeypatch: py
 def test_the_setting_is_what_auto_stands_for(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METRALE_DEVICE", "cuda:99")
     for call in (metrale.load, metrale.memory_plan):
-        with pytest.raises(BackendUnavailable):
+        with pytest.raises(BackendUnavailable, match=r"^METRALE_DEVICE=cuda:99: cuda.*metrale doctor"):
             call(tiny_folder, **SMALL)
+        with pytest.raises(BackendUnavailable, match=r"^cuda.*metrale doctor"):
+            call(tiny_folder, "cuda:99", **SMALL)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The evidence command refuses a machine that cannot give any, before it runs or writes anything."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_evidence
+
+
+def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a step was run")
+
+    output = folder / "evidence.json"
+    monkeypatch.setattr(gpu_evidence, "run", never)
+    monkeypatch.setattr(sys, "argv", ["gpu_evidence", "--output", str(output), *options])
+    with pytest.raises(SystemExit) as caught:
+        gpu_evidence.main()
+    assert caught.value.code == 2
+    assert not output.exists()
+
+
+def test_without_compute_sanitizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_evidence, "find_sanitizer", lambda: "compute-sanitizer")
+    refused(tmp_path, monkeypatch)
+    assert "compute-sanitizer is not found" in capsys.readouterr().err
+
+
+def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides those that there may be
+    monkeypatch.setattr(gpu_evidence, "find_sanitizer", lambda: "/usr/bin/compute-sanitizer")
+    refused(tmp_path, monkeypatch)
+    assert "no GPU can be used: gpu_runtime.errors.BackendUnavailable: cuda: " in capsys.readouterr().err
+
+
+def test_the_advice_leaves_out_all_that_needs_compute_sanitizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(gpu_evidence, "find_sanitizer", lambda: "compute-sanitizer")
+    refused(tmp_path, monkeypatch, "--skip", "check", "--skip", "planted")
+    err = capsys.readouterr().err
+    assert "no GPU can be used" in err
+    assert "compute-sanitizer" not in err
