@@ -71,7 +71,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session", params=["host", ON_CUDA])
 def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Device:
-    """The kind of backend that the test runs on. On a GPU, kernels are compiled once a session.
+    """The kind of backend that the test runs on. On a GPU, kernels are compiled once for all tests.
 
     Tests in `tests/gpu` run on a GPU alone: `tests.backends.cuda_only` is what marks them.
     """

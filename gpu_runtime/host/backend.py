@@ -18,12 +18,13 @@ from gpu_runtime.host.checked_memory import CheckedMemory
 from gpu_runtime.host.footprint import Footprint, launch_footprint
 from gpu_runtime.host.memory import HostMemory
 from gpu_runtime.host.prepared import Prepared
-from gpu_runtime.host.product_calls import ProductCalls, share_memory
+from gpu_runtime.host.product_calls import ProductCalls
 from gpu_runtime.host.streams import InOrder, Order
 from gpu_runtime.host.table_memory import TableMemory
 from gpu_runtime.launch import Dim3, check_arguments, check_geometry
 from gpu_runtime.limits import MINIMUM, Limits
 from gpu_runtime.op import ELEMENT, REGISTRY, Arg, Dims, Op, OpRegistry
+from gpu_runtime.overlap import refuse_overlap
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 
@@ -124,7 +125,7 @@ class HostBackend(ProductCalls):
         values = check_arguments(op.spec, dtype, args)
         dims = op.spec.dims(values)
         bound = self._bind(op, dtype, values, dims)
-        self._refuse_overlap(op, values, bound)
+        refuse_overlap(op.spec, values, bound)
         footprint = None
         if self._checked is not None:
             footprint = launch_footprint(self._checked, op.spec, values, dims, bound)
@@ -162,23 +163,6 @@ class HostBackend(ProductCalls):
         if arg.role == "in":
             view.flags.writeable = False
         return view
-
-    @staticmethod
-    def _refuse_overlap(op: Op, values: Sequence[Any], bound: dict[str, Any]) -> None:
-        """Refuse an output over the memory of another parameter, unless the spec names the two as aliases."""
-        pointers = [(arg, at) for arg, at in zip(op.spec.args, values, strict=True) if arg.is_pointer and at]
-        for arg, address in pointers:
-            if arg.role == "in":
-                continue
-            for other, at in pointers:
-                if other is arg or not share_memory(bound[arg.name], bound[other.name]):
-                    continue
-                pairs = (arg.name, other.name), (other.name, arg.name)
-                if address != at or not any(pair in op.spec.aliases for pair in pairs):
-                    raise ValueError(
-                        f"{op.spec.name}: {arg.name}: expected memory apart from {other.name}, "
-                        f"got {address:#x} and {at:#x}"
-                    )
 
     @property
     def debug_sync_kernels(self) -> bool:

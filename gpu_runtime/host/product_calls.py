@@ -21,6 +21,7 @@ from gpu_runtime.host.memory import HostMemory
 from gpu_runtime.host.memory_calls import MemoryCalls
 from gpu_runtime.host.prepared import Prepared, PreparedCalls
 from gpu_runtime.host.streams import Order
+from gpu_runtime.overlap import share_memory
 from gpu_runtime.streams import StreamLike
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -192,11 +193,3 @@ def _multiply_all(p: Gemm, a: Array, w: Array, c: Array, bias: Array | None) -> 
     with np.errstate(all="ignore"):
         for one, two, out in zip(a, w, c, strict=True):
             gemm_reference(one, two, out, bias, alpha=p.alpha, activation=p.activation, accumulate=p.accumulate)
-
-
-def share_memory(first: Array, second: Array) -> bool:
-    """Return whether two views have a byte in common; True as well when that is too hard to tell."""
-    try:
-        return np.shares_memory(first, second, max_work=10_000)  # type: ignore[arg-type]  # any count will do
-    except np.exceptions.TooHardError:
-        return True

@@ -18,7 +18,7 @@ from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 
 STAGING_BYTES: Final = 16 << 20
-"""Size of each of the two buffers of `Staging`: a copy of it takes far longer than a call, at 55 GB/s."""
+"""Size of each of the two buffers of `Staging`: a copy of it takes far longer than the call that enqueues it."""
 
 
 class Staging:
