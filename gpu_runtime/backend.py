@@ -214,7 +214,10 @@ class GpuBackend(abc.ABC):
 
     @abc.abstractmethod
     def launch_trace(self) -> AbstractContextManager[list[LaunchRecord]]:
-        """Return a context whose value lists what is enqueued inside it (by any thread), replayed graphs excluded."""
+        """Return a context whose value lists what is enqueued or waited for inside it, by any thread.
+
+        What replayed graphs do is not in it.
+        """
 
     # products
 

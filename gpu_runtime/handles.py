@@ -24,9 +24,10 @@ class LaunchRecord:
     Attributes
     ----------
     kind : str
-        ``kernel``, ``gemm``, ``copy`` or ``memset``.
+        ``kernel``, ``gemm``, ``copy`` or ``memset``; or ``wait``, for a call that had the host wait.
     name : str
-        Entry point, or the kind of copy (``h2d``, ``d2h``, ``d2d``), or the product's shape.
+        Entry point, or the kind of copy (``h2d``, ``d2h``, ``d2d``), or the product's shape, or what was waited for
+        (``stream``, ``event``). A blocking copy or memset is one, followed by a wait for its stream.
     grid, block : tuple of int
         Geometry of a kernel; empty for everything else.
     nbytes : int
@@ -34,7 +35,7 @@ class LaunchRecord:
     stream : int
     """
 
-    kind: Literal["kernel", "gemm", "copy", "memset"]
+    kind: Literal["kernel", "gemm", "copy", "memset", "wait"]
     name: str
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()

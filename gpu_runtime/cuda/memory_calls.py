@@ -19,7 +19,6 @@ from gpu_runtime.handles import LaunchRecord, PinnedMemory
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
-from gpu_runtime.trace import Traces
 
 _MOST_PITCH: Final = (1 << 31) - 1  # of cudaMemcpy2D on every device there is
 
@@ -36,7 +35,6 @@ class MemoryCalls(StreamCalls):
             self._context, self._streams.service, pool=pool, redzones=redzones, limit=limit, faults=self._faults
         )
         self._pinned: dict[int, PinnedMemory] = {}
-        self._traces = Traces()
 
     def alloc(self, nbytes: int, *, tag: str = "") -> DevicePtr:
         self._check_open()

@@ -23,7 +23,9 @@ from gpu_runtime.cuda.lifetime import Lifetime
 from gpu_runtime.cuda.streams import Capture, Streams, key_of
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.faults import Fault
+from gpu_runtime.handles import LaunchRecord
 from gpu_runtime.streams import LEGACY_STREAM, StreamLike
+from gpu_runtime.trace import Traces
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +44,7 @@ class StreamCalls(GpuBackend):
 
     def __init__(self, device: int, faults: Sequence[Fault]) -> None:
         self._faults = tuple(faults)
+        self._traces = Traces()
         self._lock = threading.RLock()
         self._context = Context(device)
         self._marks = Marks(self._context)
@@ -86,6 +89,8 @@ class StreamCalls(GpuBackend):
     def synchronize(self, stream: StreamLike = 0) -> None:
         handle = self._stream(stream)
         self._streams.refuse_capture(handle, "synchronize")
+        if self._traces.active:
+            self._traces.add(LaunchRecord("wait", "stream", stream=handle))
         self._context.call_relaxed(runtime.streamSynchronize, handle)
         self._streams.drop_done(handle)
 
@@ -135,6 +140,8 @@ class StreamCalls(GpuBackend):
     def event_synchronize(self, event: int) -> None:
         found = self._event(event)
         self._refuse_captured_event(found, "event_synchronize")
+        if self._traces.active:
+            self._traces.add(LaunchRecord("wait", "event"))
         self._context.call_relaxed(runtime.eventSynchronize, found.handle)
 
     @staticmethod

@@ -17,9 +17,9 @@ from gpu_runtime.handles import KernelHandle, LaunchRecord
 from gpu_runtime.host.checked_memory import CheckedMemory
 from gpu_runtime.host.footprint import Footprint, launch_footprint
 from gpu_runtime.host.memory import HostMemory
+from gpu_runtime.host.orders import OrderName, open_order
 from gpu_runtime.host.prepared import Prepared
 from gpu_runtime.host.product_calls import ProductCalls
-from gpu_runtime.host.streams import InOrder, Order
 from gpu_runtime.host.table_memory import TableMemory
 from gpu_runtime.launch import Dim3, check_arguments, check_geometry
 from gpu_runtime.limits import MINIMUM, Limits
@@ -58,8 +58,14 @@ class HostBackend(ProductCalls):
         The kernels that can be launched; None takes the process-wide registry.
     memory_limit : int or None
         Most bytes that may be live at once; None takes the machine's memory. OutOfMemory is raised past it.
-    order : Order or None
-        When enqueued work runs; None runs it at once, in the order of the calls.
+    order : str
+        When enqueued work runs: ``"in_order"``, at once and in the order of the calls; ``"deferred"``, when somebody
+        waits for it, and then no more than that needs; or ``"adversarial"``, in any order that streams and events
+        allow, as the seed chooses. docs/checked_host.md says what the last two find. An error in a piece of work is
+        raised by the call that enqueues it where it runs at once, and otherwise, once, by the first call that waits
+        for something that comes after it.
+    seed : int
+        What ``"adversarial"`` chooses by, at least 0.
     check : bool
         Whether memory is watched as well: what is read before it is written, used after it is freed, or written where
         nobody may. docs/checked_host.md says what is found, and what it costs.
@@ -72,12 +78,13 @@ class HostBackend(ProductCalls):
         *,
         ops: OpRegistry | None = None,
         memory_limit: int | None = None,
-        order: Order | None = None,
+        order: OrderName = "in_order",
+        seed: int = 0,
         check: bool = False,
         faults: Sequence[Fault] = (),
     ) -> None:
         memory = (CheckedMemory if check else HostMemory)(memory_limit, faults)
-        super().__init__(order or InOrder(), memory, faults)
+        super().__init__(open_order(order, seed), memory, faults)
         self._ops = REGISTRY if ops is None else ops
         self._debug_sync = False
 
@@ -111,7 +118,7 @@ class HostBackend(ProductCalls):
         call: _Launch = ready.call
         if self._faults:
             self._ask_faults("launch", handle.name)
-        if self._traces:
+        if self._traces.active:
             self._traces.add(LaunchRecord("kernel", handle.name, call.blocks, call.threads, stream=on.handle))
         self._enqueue(on, lambda: self._run_reference(ready))
         if self._debug_sync and on.capture is None:
@@ -201,7 +208,7 @@ class HostBackend(ProductCalls):
             streams = tuple(self._streams.values())
         for stream in streams:
             self._drop_capture(stream)
-            self._order.drain(stream)
+        self._order.close(streams)
         for entry in (*self._memory.sweep(), *self._memory.pinned):
             log.warning("close: never freed: %s", entry)
         for memory in tuple(self._pinned.values()):
@@ -211,7 +218,10 @@ class HostBackend(ProductCalls):
         self._streams.clear()
         self._events.clear()
         self._memory.finish()
-        self._memory.report("close")
+        try:
+            self._memory.report("close")
+        finally:
+            self._order.raise_failures()
 
 
 def _axes(extent: Any) -> tuple[Any, ...]:

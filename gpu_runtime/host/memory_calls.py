@@ -16,11 +16,10 @@ from gpu_runtime.faults import Fault
 from gpu_runtime.handles import LaunchRecord, PinnedMemory
 from gpu_runtime.host.memory import HostMemory, Span
 from gpu_runtime.host.stream_calls import StreamCalls
-from gpu_runtime.host.streams import HostStream, Order, Work
+from gpu_runtime.host.streams import Order, Work
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
-from gpu_runtime.trace import Traces
 
 
 class MemoryCalls(StreamCalls):
@@ -30,10 +29,9 @@ class MemoryCalls(StreamCalls):
         super().__init__(order, faults)
         self._memory = memory
         self._pinned: dict[int, PinnedMemory] = {}
-        self._traces = Traces()
 
-    def _enqueue(self, stream: HostStream, work: Work) -> None:
-        super()._enqueue(stream, self._memory.sited(work))
+    def _sited(self, work: Work) -> Work:
+        return self._memory.sited(work)
 
     def alloc(self, nbytes: int, *, tag: str = "") -> DevicePtr:
         self._check_open()
@@ -50,13 +48,6 @@ class MemoryCalls(StreamCalls):
             self._finish_work()
             self._memory.free(DevicePtr(address))
             self._memory.report("free")
-
-    def _finish_work(self) -> None:
-        """Run what is enqueued: it may use a block that the caller is about to free."""
-        with self._lock:
-            streams = tuple(self._streams.values())
-        for stream in streams:
-            self._order.drain(stream)
 
     def memset(self, ptr: int, value: int, nbytes: int) -> None:
         self._refuse_capture(self._stream(0), "memset")
@@ -206,7 +197,7 @@ class MemoryCalls(StreamCalls):
         if self._faults:
             tag = self._memory.tag_of(span.address) if span.nbytes else ""
             self._ask_faults(name if kind == "memset" else f"copy_{name}", tag)
-        if self._traces:
+        if self._traces.active:
             self._traces.add(LaunchRecord(kind, name, nbytes=nbytes, stream=on.handle))
         if nbytes:
             self._enqueue(on, work)

@@ -127,7 +127,7 @@ class ProductCalls(MemoryCalls):
         ready = self._prepared.find(key, lambda: self._prepare_product(Gemm.of(*options), *pointers))
         if self._faults:
             self._ask_faults("gemm", "")
-        if self._traces:
+        if self._traces.active:
             p = ready.call.problem
             self._traces.add(LaunchRecord("gemm", f"{p.m}x{p.n}x{p.k}", stream=on.handle))
         self._enqueue(on, lambda: self._run_product(ready))

@@ -13,8 +13,11 @@ from gpu_runtime import checks
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.faults import Fault
-from gpu_runtime.host.streams import Capture, Graph, HostEvent, HostStream, Order, Work
+from gpu_runtime.handles import LaunchRecord
+from gpu_runtime.host.graphs import Capture, Graph
+from gpu_runtime.host.streams import HostEvent, HostStream, Order, Work
 from gpu_runtime.streams import DEFAULT_STREAM, LEGACY_STREAM, PER_THREAD_STREAM, StreamLike, stream_handle
+from gpu_runtime.trace import Traces
 
 
 class _Alive:
@@ -31,6 +34,7 @@ class StreamCalls(GpuBackend):
     def __init__(self, order: Order, faults: Sequence[Fault]) -> None:
         self._order = order
         self._faults = tuple(faults)
+        self._traces = Traces()
         self._lock = threading.RLock()
         self._closed = False
         default = HostStream(next(self._handles), owned=True)
@@ -74,13 +78,24 @@ class StreamCalls(GpuBackend):
             raise DeviceError(f"event: expected a live event of this backend, got {handle:#x}")
         return found
 
+    def _sited(self, work: Work) -> Work:
+        """Return ``work``, made to remember the place that enqueues it where that is asked for."""
+        return work
+
     def _enqueue(self, stream: HostStream, work: Work) -> None:
+        sited = self._sited(work)
         with self._lock:
             capture = stream.capture
             if capture is not None:
-                capture.add(stream, work)
+                capture.add(stream, sited)
                 return
-        self._order.submit(stream, work)
+        self._order.submit(stream, sited)
+
+    def _finish_work(self) -> None:
+        """Run what is enqueued: it may use a block that the caller is about to free."""
+        with self._lock:
+            streams = tuple(self._streams.values())
+        self._order.finish(streams)
 
     def _refuse_capture(self, stream: HostStream, call: str) -> None:
         if stream.capture is not None:
@@ -105,13 +120,17 @@ class StreamCalls(GpuBackend):
         if found.owned:
             raise DeviceError("destroy_stream: expected a stream made by create_stream, got one that the backend owns")
         self._refuse_capture(found, "destroy_stream")
-        self._order.drain(found)
-        with self._lock:
-            self._streams.pop(found.handle, None)
+        try:
+            self._order.drain(found)
+        finally:
+            with self._lock:
+                self._streams.pop(found.handle, None)
 
     def synchronize(self, stream: StreamLike = 0) -> None:
         found = self._stream(stream)
         self._refuse_capture(found, "synchronize")
+        if self._traces.active:
+            self._traces.add(LaunchRecord("wait", "stream", stream=found.handle))
         self._order.drain(found)
 
     def create_event(self, *, timing: bool = False) -> int:
@@ -127,45 +146,46 @@ class StreamCalls(GpuBackend):
             self._ask_faults("record_event", "")
         with self._lock:
             if on.capture is not None:
-                found.capture, found.clock = on.capture, dict(on.capture.clocks[on])
+                found.capture, found.clock = on.capture, on.capture.mark(on)
                 return
-            found.capture = None
-            found.pending += 1
-        self._order.submit(on, lambda: self._reach(found))
-
-    def _reach(self, event: HostEvent) -> None:
+        point = self._order.record(on)
         with self._lock:
-            event.reach()
+            found.point, found.capture = point, None
 
     def stream_wait_event(self, stream: StreamLike, event: int) -> None:
         on, found = self._stream(stream), self._event(event)
         with self._lock:
-            if found.capture is None:
-                if on.capture is not None and found.recorded:
-                    raise DeviceError("stream_wait_event: a capture cannot wait for work outside it")
-                return  # the order in which work is enqueued already puts it behind the event
-            if found.capture.ended:
-                raise DeviceError("stream_wait_event: the event was recorded in a capture that has ended")
-            if on.handle == LEGACY_STREAM:
-                raise DeviceError("stream_wait_event: the legacy stream cannot join a capture")
-            if on.capture not in (None, found.capture):
-                raise DeviceError("stream_wait_event: the stream belongs to another capture")
-            found.capture.join(on, found.clock)
+            point = found.point
+            if found.capture is not None:
+                self._join_capture(on, found, found.capture)
+                return
+            if on.capture is not None and point is not None:
+                raise DeviceError("stream_wait_event: a capture cannot wait for work outside it")
+        if point is not None:
+            self._order.wait(on, point)
+
+    @staticmethod
+    def _join_capture(on: HostStream, event: HostEvent, capture: Capture) -> None:
+        if capture.ended:
+            raise DeviceError("stream_wait_event: the event was recorded in a capture that has ended")
+        if on.handle == LEGACY_STREAM:
+            raise DeviceError("stream_wait_event: the legacy stream cannot join a capture")
+        if on.capture not in (None, capture):
+            raise DeviceError("stream_wait_event: the stream belongs to another capture")
+        capture.join(on, event.clock)
 
     def event_query(self, event: int) -> bool:
         found = self._event(event)
         self._refuse_captured_event(found, "event_query")
-        return found.pending == 0
+        return found.point is None or self._order.query(found.point)
 
     def event_synchronize(self, event: int) -> None:
         found = self._event(event)
         self._refuse_captured_event(found, "event_synchronize")
-        with self._lock:
-            streams = list(self._streams.values())
-        for stream in streams:
-            if found.pending == 0:
-                return
-            self._order.drain(stream)
+        if self._traces.active:
+            self._traces.add(LaunchRecord("wait", "event"))
+        if found.point is not None:
+            self._order.reach(found.point)
 
     @staticmethod
     def _refuse_captured_event(event: HostEvent, call: str) -> None:
@@ -215,7 +235,11 @@ class StreamCalls(GpuBackend):
             raise DeviceError(f"launch_graph: expected a live graph of this backend, got {handle:#x}")
         if self._faults:
             self._ask_faults("launch_graph", "")
-        self._enqueue(on, found.replay)
+        with self._lock:
+            if on.capture is not None:
+                found.unfold(on.capture, on, self._sited)
+                return
+        self._order.launch(on, found, self._sited)
 
     def destroy_graph(self, graph: int) -> None:
         self._check_open()

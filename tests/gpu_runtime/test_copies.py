@@ -275,10 +275,22 @@ def test_trace(gpu: GpuBackend, ptr: int) -> None:
         gpu.copy_d2d_2d_async(ptr, 8, other, 4, 4, 3, stream)
         gpu.copy_d2h(ptr, bytearray(7))
         gpu.memset(ptr, 0, 5)
+        gpu.copy_d2d_async(ptr, other, 4, stream)
+        event = gpu.create_event()
+        gpu.record_event(event, stream)
+        gpu.stream_wait_event(0, event)
+        gpu.event_synchronize(event)
+        gpu.synchronize(stream)
     default = gpu.default_stream()
     assert [(one.kind, one.name, one.nbytes, one.stream) for one in trace] == [
         ("copy", "h2d", 4, default),
+        ("wait", "stream", 0, default),
         ("copy", "d2d", 12, stream),
         ("copy", "d2h", 7, default),
+        ("wait", "stream", 0, default),
         ("memset", "memset", 5, default),
+        ("wait", "stream", 0, default),
+        ("copy", "d2d", 4, stream),
+        ("wait", "event", 0, 0),
+        ("wait", "stream", 0, stream),
     ]

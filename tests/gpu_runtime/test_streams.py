@@ -12,24 +12,10 @@ import pytest
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.host import HostBackend
-from gpu_runtime.host.streams import HostStream, InOrder, Work
+from gpu_runtime.host.streams import HostStream, InOrder
 from tests.backends import Device, cuda_only, host_only, words
 from tests.gpu_runtime.toy import FAIL, REGISTRY, SLOW, launch, values
 from tests.ops.harness import download, upload
-
-
-class Late:
-    """Runs a stream's work when somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.queues: dict[HostStream, list[Work]] = {}
-
-    def submit(self, stream: HostStream, work: Work) -> None:
-        self.queues.setdefault(stream, []).append(work)
-
-    def drain(self, stream: HostStream) -> None:
-        for work in self.queues.pop(stream, []):
-            work()
 
 
 def test_default_stream_has_a_handle_of_its_own(gpu: GpuBackend) -> None:
@@ -216,43 +202,6 @@ def test_close_finishes_the_work_of_a_gpu(device: Device) -> None:
     gpu.free(ptr)
     gpu.close()
     assert target.tolist() == [0.75] * 4
-
-
-def test_work_that_runs_later() -> None:
-    """With an order that puts work off, the waiting calls are what makes it run."""
-    order = Late()
-    with HostBackend(memory_limit=4096, order=order) as gpu:
-        ptr, target = gpu.alloc(4), bytearray(4)
-        stream, event = gpu.create_stream(), gpu.create_event()
-        gpu.memset_async(ptr, 7, 4, stream)
-        gpu.copy_d2h_async(ptr, target, stream)
-        gpu.record_event(event, stream)
-        assert not gpu.event_query(event)
-        assert target == bytes(4)
-        gpu.event_synchronize(event)
-        assert gpu.event_query(event)
-        assert target == b"\x07" * 4
-        gpu.memset_async(ptr, 9, 4, stream)
-        gpu.copy_d2h_on_stream(ptr, target, stream)
-        assert target == b"\x09" * 4
-        gpu.memset_async(ptr, 1, 4)
-        gpu.copy_d2h(ptr, target)
-        assert target == b"\x01" * 4
-        gpu.memset_async(ptr, 2, 4, stream)
-        gpu.destroy_stream(stream)
-        gpu.copy_d2h(ptr, target)
-        assert target == b"\x02" * 4
-        gpu.free(ptr)
-    assert order.queues == {}
-
-
-def test_close_finishes_the_work() -> None:
-    gpu = HostBackend(memory_limit=4096, order=Late())
-    ptr, target, stream = gpu.alloc(4), bytearray(4), gpu.create_stream()
-    gpu.memset_async(ptr, 7, 4, stream)
-    gpu.copy_d2h_async(ptr, target, stream)
-    gpu.close()
-    assert target == b"\x07" * 4
 
 
 def test_in_order_keeps_one_stream_to_one_thread_at_a_time() -> None:

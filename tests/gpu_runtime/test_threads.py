@@ -132,7 +132,7 @@ def test_traces(gpu: GpuBackend) -> None:
         hammer(work)
     assert len(whole) == 50 * THREADS
     with gpu.launch_trace() as after:
-        gpu.synchronize()
+        gpu.free(ptr)
     assert after == []
 
 
