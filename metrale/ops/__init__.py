@@ -9,6 +9,7 @@ from metrale.ops.layer_norm import layer_norm
 from metrale.ops.linear import linear
 from metrale.ops.packed_attention import packed_attention
 from metrale.ops.row_gather import row_gather
+from metrale.ops.sample import sample
 from metrale.ops.top_k import top_k
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "linear",
     "packed_attention",
     "row_gather",
+    "sample",
     "top_k",
 ]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import metrale.ops  # noqa: F401  (registers the ops)
 from gpu_runtime import AddressTable, GpuBackend, Op
 from gpu_runtime.op import REGISTRY
+from metrale.ops.sample import ROWS as SAMPLE_ROWS
 from tests.backends import cuda_only
 from tests.ops.harness import Array, Values, run, seed_of
 
@@ -25,6 +27,10 @@ CASES: dict[str, tuple[Mapping[str, Any], ...]] = {
     "row_gather": ({"rows": ROWS, "width": 1024},),
     "argmax": ({"rows": ROWS, "vocab": 8240, "pad": 16}, {"rows": ROWS, "vocab": 97}),
     "top_k": ({"rows": ROWS, "vocab": 8240, "k": 8, "pad": 16, "special": ()},),
+    "sample": (
+        {"vocab": 8240, "pad": 16, "kinds": tuple(islice(cycle(SAMPLE_ROWS), ROWS)), "length": 100},
+        {"vocab": 97, "kinds": tuple(islice(cycle(SAMPLE_ROWS), ROWS))},
+    ),
     "decode_attention": (
         {"lengths": tuple(1 + (7 * row) % 150 for row in range(ROWS)), "heads": 4, "head_dim": 64, "spread": 5.0},
         {"lengths": tuple(1 + (5 * row) % 70 for row in range(ROWS)), "heads": 2, "head_dim": 24},

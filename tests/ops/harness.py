@@ -15,6 +15,9 @@ from tests.backends import damaged
 Array = np.ndarray[Any, np.dtype[Any]]
 Values = Mapping[str, Any]
 
+HELPERS = frozenset({"inputs", "drawing"})
+"""Modules of `metrale.ops` that are no op, but parts of some."""
+
 
 def seed_of(op: Op, dtype: str, case: Mapping[str, Any]) -> int:
     """Return a seed that depends on the test alone."""

@@ -48,10 +48,11 @@ def layer_norm(v: Values) -> dict[str, Array]:
 
 
 def embed(v: Values) -> dict[str, Array]:
-    rows = [
-        v["scale"] * _f64(v["table"][token]) + _f64(v["position_table"][position])
-        for token, position in zip(v["ids"], v["positions"], strict=True)
-    ]
+    rows = []
+    for row, position in enumerate(v["positions"]):
+        cell = -1 if v["cell_index"] is None else v["cell_index"][row]
+        token = v["cells"][cell] if cell >= 0 else v["ids"][row]
+        rows.append(v["scale"] * _f64(v["table"][token]) + _f64(v["position_table"][position]))
     return {"out": np.stack(rows)}
 
 
@@ -130,6 +131,97 @@ def top_k(v: Values) -> dict[str, Array]:
     return {name: np.array(rows) for name, rows in result.items()}
 
 
+def _philox(counter: list[Any], key: list[int]) -> list[Any]:
+    """Philox4x32-10 as its authors write it; words are ints, or arrays of uint64."""
+    for _ in range(10):
+        (high0, low0), (high1, low1) = (
+            divmod(word * multiplier, 1 << 32)
+            for word, multiplier in ((counter[0], 0xD2511F53), (counter[2], 0xCD9E8D57))
+        )
+        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
+        key = [(word + weyl) % (1 << 32) for word, weyl in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)]
+    return counter
+
+
+def gumbel(seed: int, length: int, ids: Array) -> Array:
+    """The noise of ids: float64, of numbers in (0, 1) that are float32 by definition."""
+    zero = np.zeros(len(ids), np.uint64)
+    words = _philox([ids.astype(np.uint64) // 4, zero + np.uint64(length), zero, zero], [seed % (1 << 32), seed >> 32])
+    word = np.choose(ids % 4, words).astype(np.float32)
+    uniform = _f64(np.minimum((word + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24)))
+    return np.asarray(-np.log(-np.log1p(-uniform)))
+
+
+def processed_logits(v: Values, row: int) -> Array:
+    """The logits of a row after penalty, n-grams, bans and masks, as transformers' processors are documented."""
+    slot, length, _, size, mode, *masks, _ = (int(count) for count in v["counts"][row])
+    x = _f64(v["logits"][row, : v["vocab"]]).copy()
+    x[np.isnan(x)] = -math.inf
+    past = v["history"][slot, :length].tolist()
+    penalty = float(v["settings"][row, 3])
+    for token in set(past) if penalty != 1 else ():
+        x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
+    followers: dict[tuple[int, ...], set[int]] = {}
+    for first in range(len(past) - size + 1 if size else 0):
+        followers.setdefault(tuple(past[first : first + size - 1]), set()).add(past[first + size - 1])
+    ending = tuple(past[len(past) - size + 1 :]) if size > 1 else ()
+    x[list(followers.get(ending, ()))] = -math.inf
+    for plane in range(2):
+        if mode >> plane & 1:
+            bits = [int(word) >> bit & 1 for word in v["bans"][slot, plane] for bit in range(32)]
+            x[np.array(bits[: v["vocab"]]) == 1] = -math.inf
+    for mask in masks:
+        if mask >= 0:
+            x[mask] = -math.inf
+    return x
+
+
+def kept_scores(x: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
+    """The scores of processed logits, minus infinity where they are not kept."""
+    x = np.minimum(x, float(np.finfo(np.float32).max))
+    scores = (x - x.max()) / temperature
+    if 0 < top_k < len(scores):
+        scores[scores < np.sort(scores)[-top_k]] = -math.inf
+    if top_p < 1:
+        weights = _softmax(scores)
+        order = np.argsort(-scores)
+        values, first = np.unique(-scores[order], return_index=True)  # from the largest score down
+        larger = np.concatenate([[0.0], np.cumsum(weights[order])])[first]
+        least = -values[(larger < top_p) | (values == 0)].max()
+        scores[scores < least] = -math.inf
+    if min_p > 0:
+        scores[np.exp(scores) < min(min_p, 1.0)] = -math.inf
+    return np.asarray(scores)
+
+
+def _chosen(v: Values, row: int, x: Array) -> int:
+    temperature, top_p, min_p, _ = map(float, v["settings"][row])
+    if temperature == 0:
+        return int(x.argmax())
+    scores = kept_scores(x, temperature, int(v["counts"][row, 2]), top_p, min_p)
+    ids = np.flatnonzero(scores > -math.inf)
+    totals = scores[ids] + gumbel(int(v["seeds"][row]), int(v["counts"][row, 1]), ids)
+    return int(ids[totals.argmax()])
+
+
+def sample(v: Values) -> dict[str, Array]:
+    result = {"history": v["history"].copy(), "cells": v["cells"].copy()}
+    ids, logprobs, flags = [], [], []
+    for row, (slot, length, _, _, mode, _, _, cell) in enumerate(v["counts"].tolist()):
+        given = _f64(v["logits"][row, : v["vocab"]])
+        x = processed_logits(v, row)
+        nothing = bool(x.max() == -math.inf)
+        ids.append(0 if nothing else _chosen(v, row, x))
+        flags.append(int(not np.isfinite(given).all()) + 2 * nothing)
+        raw = np.where(np.isnan(given), -math.inf, given).tolist()
+        logprobs.append(raw[ids[-1]] - _log_sum_exp(raw) if mode & 8 else 0.0)
+        if cell >= 0:
+            result["cells"][cell] = ids[-1]
+        if mode & 4 and length < v["capacity"]:
+            result["history"][slot, length] = ids[-1]
+    return {**result, "ids": np.array(ids), "logprobs": np.array(logprobs), "flags": np.array(flags)}
+
+
 def linear(v: Values) -> dict[str, Array]:
     from metrale.ops.linear import ACTIVATION_NAMES
 
@@ -153,6 +245,7 @@ ORACLES: dict[str, Callable[[Values], dict[str, Array]]] = {
         argmax,
         row_gather,
         top_k,
+        sample,
         linear,
     )
 }

@@ -16,10 +16,10 @@ from gpu_runtime import Op
 from gpu_runtime.launch import check_geometry
 from gpu_runtime.limits import MINIMUM
 from gpu_runtime.op import REGISTRY
-from tests.ops.harness import cases_of
+from tests.ops.harness import HELPERS, cases_of
 from tests.ops.oracles import ORACLES
 
-MODULES = [name for _, name, _ in pkgutil.iter_modules(metrale.ops.__path__) if name != "inputs"]
+MODULES = [name for _, name, _ in pkgutil.iter_modules(metrale.ops.__path__) if name not in HELPERS]
 OPS = list(REGISTRY)
 
 

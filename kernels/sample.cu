@@ -1,0 +1,395 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// The next id of each row: logits processed, and then the largest or a draw. metrale/ops/sample.py says what is computed,
+// and what the columns of counts and settings are.
+//
+// Layout     logits: T, [rows, vocab], rows `stride` elements apart; counts: int, [rows, 8]; settings: float, [rows, 4];
+//            seeds: 64 bits, [rows]; bans: 32 bits, [slot_count, 2, words], a bit for each id; history: int, [slot_count,
+//            capacity]; cells: int, [cell_count]; ids, flags: int, [rows]; logprobs: float, [rows]. The alignment of one
+//            element is enough; rows at multiples of 16 bytes are read in packs.
+// Launch     grid x = rows; block = 1,024 threads; static shared memory, and with `adjust` 2 * 4 * words bytes of dynamic.
+// Aliasing   none.
+// Numbers    Scores in float; sums of integers for top-k and top-p, in any order. NaN counts as minus infinity. Equal rows
+//            give equal results wherever they lie. What lies between rows is not read; an id of the history outside the
+//            vocabulary is passed over. ids[r] is in [0, vocab) whatever the row holds.
+// Undefined  a slot outside [0, slot_count) of a row that uses bans or history, a negative length, two rows that keep
+//            their ids in one slot, words other than vocab / 32 rounded up.
+//
+// 1. One pass over the row for its flags, its largest logit, and the sum of its log-probability.
+// 2. With bans, penalties or masks, another for the largest of what they leave.
+// 3. For a draw, top-k and top-p each find a bound on the distance from the largest: counts or weights of 2,048 ranges of
+//    distances, the first range that reaches the limit, and in it again, until a range is one value. That takes one pass
+//    for the first ranges, and at most three more: 2^32 distances are 11, 11 and 10 bits.
+// 4. The last pass adds noise to what is within the bounds.
+
+#include "common/logits.cuh"
+#include "common/philox.cuh"
+
+enum Count { SLOT, LENGTH, TOP_K, NGRAM, MODE, MASK0, MASK1, CELL, COUNTS };
+enum Setting { TEMPERATURE, TOP_P, MIN_P, PENALTY, SETTINGS };
+enum Mode { BANNED = 1, SUPPRESS = 2, KEEP = 4, LOGPROB = 8 };
+enum Flag { NOT_FINITE = 1, NOTHING_LEFT = 2 };
+
+using Mass = unsigned long long;
+
+constexpr int BINS = 2048;                  // two for each thread
+constexpr int BIN_BITS = 11;
+constexpr float BINS_PER_UNIT = 64.0f;      // of the first pass; a power of two, so that their bounds are exact
+constexpr unsigned FARTHEST = 0x7f7fffffu;  // the largest finite distance
+constexpr float HOPELESS = 26.0f;           // noise differs by less than 25.7
+constexpr float MOST = 3.40282347e38f;
+
+struct Shared {
+    unsigned low[BINS];  // of the sums; two words, because 64 bits are not added in shared memory by one instruction
+    unsigned high[BINS];
+    Mass sums[WARP];
+    Key keys[2][WARP];
+    Mass before;
+    int bin;
+    float maxima[WARP];
+    float exponentials[WARP];
+};
+
+// How far a score is behind the largest, as the bits of a float of at least 0, which are in its order.
+__device__ __forceinline__ unsigned distance_of(float score) {
+    return __float_as_uint(fabsf(score));
+}
+
+// 2^40 exp(score), cut to an integer.
+__device__ __forceinline__ Mass weight_of(float score) {
+    return __float2ull_rz(expf(score) * 1099511627776.0f);
+}
+
+// A row after penalty, bans and masks, and as scores: the distance to the largest, negative, over the temperature.
+template <typename T>
+struct Scores {
+    Row<T> row;
+    const unsigned* banned;  // a bit for each id, or NULL
+    const unsigned* penalised;
+    float penalty;
+    int mask0;
+    int mask1;
+    float largest;
+    float temperature;
+
+    __device__ __forceinline__ float processed(float value, int id) const {
+        if (banned != nullptr) {
+            const unsigned bit = 1u << (id & 31);
+            if (penalised[id >> 5] & bit) {  // a product that is rounded here, whatever is subtracted from it later
+                value = value > 0.0f ? value / penalty : __fmul_rn(value, penalty);
+            }
+            if (banned[id >> 5] & bit) {
+                value = -infinity();
+            }
+        }
+        if (id == mask0 || id == mask1) {
+            value = -infinity();
+        }
+        return fmaxf(value, -infinity());
+    }
+
+    // 0 or less; minus infinity for what can never be chosen.
+    __device__ __forceinline__ float score(float value, int id) const {
+        return fmaxf((fminf(processed(value, id), MOST) - largest) / temperature, -infinity());
+    }
+
+    // visit(values, first) for each four neighbours of this thread; minus infinity where the row has no such element.
+    template <typename Visit>
+    __device__ __forceinline__ void each_four(Visit visit) const {
+        const int threads = blockDim.x;
+        const int thread = threadIdx.x;
+        uint4 next = thread < row.packs ? row.bits(thread) : make_uint4(0, 0, 0, 0);
+        for (int pack = thread; pack < row.packs; pack += threads) {
+            const uint4 bits = next;
+            if (pack + threads < row.packs) {  // under way while this one is looked at
+                next = row.bits(pack + threads);
+            }
+            float values[PACK<T>];
+            unpack(bits, values, T{});
+#pragma unroll
+            for (int i = 0; i < PACK<T>; i += 4) {
+                const float four[4] = {values[i], values[i + 1], values[i + 2], values[i + 3]};
+                visit(four, pack * PACK<T> + i);
+            }
+        }
+        const int first = row.packs * PACK<T> + 4 * thread;
+        if (first < row.vocab) {
+            float four[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                four[i] = first + i < row.vocab ? to_float(row.from[first + i]) : -infinity();
+            }
+            visit(four, first);
+        }
+    }
+
+    // visit(value, id) for each element of this thread.
+    template <typename Visit>
+    __device__ __forceinline__ void each(Visit visit) const {
+        each_four([&](const float(&values)[4], int first) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                visit(values[i], first + i);
+            }
+        });
+    }
+};
+
+// The key of the best processed element that the thread has, NO_KEY when there is none above minus infinity.
+template <typename T>
+__device__ __forceinline__ Key best_processed(const Scores<T>& scores) {
+    Key best = NO_KEY;
+    scores.each([&](float value, int id) {
+        const float processed = scores.processed(value, id);
+        best = processed > -infinity() ? Max::of(best, key_of(processed, id)) : best;
+    });
+    return best;
+}
+
+__device__ __forceinline__ void set_bit(unsigned* bitmap, int id, int vocab) {
+    if (0 <= id && id < vocab) {
+        atomicOr(&bitmap[id >> 5], 1u << (id & 31));
+    }
+}
+
+// Fills the bitmaps of ids that may not be chosen, and of those that a penalty is for. Ends with a barrier.
+__device__ __forceinline__ void fill_bitmaps(unsigned* banned, unsigned* penalised, const int* counts, bool penalty,
+                                             const unsigned* planes, const int* history, int vocab, int words,
+                                             int capacity) {
+    const int thread = threadIdx.x;
+    const int threads = blockDim.x;
+    for (int i = thread; i < words; i += threads) {
+        banned[i] = (counts[MODE] & BANNED ? planes[i] : 0) | (counts[MODE] & SUPPRESS ? planes[words + i] : 0);
+        penalised[i] = 0;
+    }
+    __syncthreads();
+    const int length = min(counts[LENGTH], capacity);
+    for (int i = thread; penalty && i < length; i += threads) {
+        set_bit(penalised, history[i], vocab);
+    }
+    const int before = counts[NGRAM] - 1;  // ids of an n-gram before its last
+    for (int i = thread; before >= 0 && i < length - before; i += threads) {
+        bool same = true;
+        for (int j = 0; same && j < before; ++j) {
+            same = history[i + j] == history[length - before + j];
+        }
+        if (same) {
+            set_bit(banned, history[i + before], vocab);
+        }
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ void add(Shared& shared, int bin, Mass mass) {
+    const unsigned low = static_cast<unsigned>(mass);
+    const unsigned old = atomicAdd(&shared.low[bin], low);
+    const unsigned high = static_cast<unsigned>(mass >> 32) + (old + low < old);
+    if (high != 0) {
+        atomicAdd(&shared.high[bin], high);
+    }
+}
+
+// What is in a bin, which is empty afterwards.
+__device__ __forceinline__ Mass take(Shared& shared, int bin) {
+    const Mass mass = static_cast<Mass>(shared.high[bin]) << 32 | shared.low[bin];
+    shared.low[bin] = 0;
+    shared.high[bin] = 0;
+    return mass;
+}
+
+// sum * top_p, cut to an integer, at least 1; top_p is below 1, and cut to a multiple of 2^-32.
+__device__ __forceinline__ Mass share_of(Mass sum, float top_p) {
+    const Mass share = __float2ull_rz(fmaxf(top_p, 0.0f) * 4294967296.0f);
+    const Mass low = (sum & 0xffffffffu) * share >> 32;
+    return Max::of((sum >> 32) * share + low, 1);
+}
+
+// The largest distance of at most `most` such that what is nearer weighs less than a limit: `limit` elements, or, with
+// WEIGHTS, the share top_p of what everything up to `most` weighs. All threads must call; the bins are empty before and
+// afterwards.
+template <bool WEIGHTS, typename T>
+__device__ __forceinline__ unsigned bound_of(Shared& shared, const Scores<T>& scores, unsigned most, Mass limit,
+                                             float top_p) {
+    const int thread = threadIdx.x;
+    unsigned nearest = 0;  // the range that is looked at
+    unsigned farthest = most;
+    Mass before = 0;  // what is nearer than that
+    bool first = true;
+#pragma unroll 1
+    do {
+        const int shift = max(32 - __clz(static_cast<int>(farthest - nearest)) - BIN_BITS, 0);
+        scores.each([&](float value, int id) {
+            const float score = scores.score(value, id);
+            const unsigned distance = distance_of(score);
+            if (nearest <= distance && distance <= farthest) {
+                const int linear = min(__float2int_rz(fabsf(score) * BINS_PER_UNIT), BINS - 1);
+                const int bin = first ? linear : static_cast<int>((distance - nearest) >> shift);
+                const Mass mass = WEIGHTS ? weight_of(score) : 1;
+                if (mass != 0) {
+                    add(shared, bin, mass);
+                }
+            }
+        });
+        __syncthreads();
+
+        const Mass even = take(shared, 2 * thread);
+        const Mass odd = take(shared, 2 * thread + 1);
+        Mass through = even + odd;
+#pragma unroll
+        for (int step = 1; step < WARP; step *= 2) {
+            const Mass lower = __shfl_up_sync(ALL_LANES, through, step);
+            through += thread % WARP >= step ? lower : 0;
+        }
+        if (thread % WARP == WARP - 1) {
+            shared.sums[thread / WARP] = through;
+        }
+        __syncthreads();
+        Mass sum = before;
+        through += before;
+        for (int warp = 0; warp < static_cast<int>(blockDim.x) / WARP; ++warp) {
+            sum += shared.sums[warp];
+            through += warp < thread / WARP ? shared.sums[warp] : 0;
+        }
+        if (WEIGHTS && first) {
+            limit = share_of(sum, top_p);
+        }
+        if (sum < limit) {  // fewer elements than that
+            return most;
+        }
+        if (through >= limit && through - odd - even < limit) {  // in one thread
+            const bool second = through - odd < limit;
+            shared.bin = 2 * thread + second;
+            shared.before = second ? through - odd : through - odd - even;
+        }
+        __syncthreads();
+
+        const int bin = shared.bin;
+        before = shared.before;
+        if (first) {
+            const float start = static_cast<float>(bin) / BINS_PER_UNIT;
+            nearest = __float_as_uint(start);
+            farthest = bin == BINS - 1 ? most : min(most, __float_as_uint(start + 1.0f / BINS_PER_UNIT) - 1);
+        } else {
+            nearest += static_cast<unsigned>(bin) << shift;
+            farthest = min(farthest, nearest + ((1u << shift) - 1));
+        }
+        first = false;
+    } while (nearest < farthest);
+    return nearest;
+}
+
+// The key of this thread's best total of score and noise among what top-k, top-p and min-p keep.
+template <typename T>
+__device__ __forceinline__ Key draw(Shared& shared, const Scores<T>& scores, const int* counts, const float* settings,
+                                    unsigned long long seed) {
+    unsigned bound = FARTHEST;
+    if (0 < counts[TOP_K] && counts[TOP_K] < scores.row.vocab) {
+        bound = bound_of<false>(shared, scores, bound, static_cast<Mass>(counts[TOP_K]), 1.0f);
+    }
+    if (settings[TOP_P] < 1.0f) {
+        bound = bound_of<true>(shared, scores, bound, 0, settings[TOP_P]);
+    }
+    bound = min(bound, __float_as_uint(HOPELESS));
+    const float lowest = settings[MIN_P] > 0.0f ? fminf(logf(settings[MIN_P]), 0.0f) : -infinity();
+    const unsigned length = static_cast<unsigned>(counts[LENGTH]);
+    Key best = NO_KEY;
+    scores.each_four([&](const float(&values)[4], int first) {
+        float kept[4];
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float score = scores.score(values[i], first + i);
+            const bool keeps = distance_of(score) <= bound && score >= lowest;
+            kept[i] = keeps ? score : -infinity();
+            any |= keeps;
+        }
+        if (any) {
+            const uint4 words = philox(make_uint4(static_cast<unsigned>(first) / 4, length, 0, 0), seed);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (kept[i] > -infinity()) {
+                    best = Max::of(best, key_of(kept[i] + gumbel(word(words, i)), first + i));
+                }
+            }
+        }
+    });
+    return best;
+}
+
+template <typename T>
+__device__ __forceinline__ void sample(const T* logits, const int* counts, const float* settings,
+                                       const unsigned long long* seeds, const unsigned* bans, int* history, int* cells,
+                                       int* ids, float* logprobs, int* flags, int rows, int vocab, long long stride,
+                                       int words, int capacity, int cell_count, int adjust) {
+    extern __shared__ unsigned bitmaps[];  // [2, words]
+    __shared__ Shared shared;
+    const long long r = blockIdx.x;
+    if (r >= rows) {
+        return;
+    }
+    const int thread = threadIdx.x;
+    const Row<T> row(logits + r * stride, vocab);
+    counts += r * COUNTS;
+    settings += r * SETTINGS;
+    bans += static_cast<long long>(counts[SLOT]) * 2 * words;
+    history += static_cast<long long>(counts[SLOT]) * capacity;
+    const bool scored = counts[MODE] & LOGPROB;
+    take(shared, 2 * thread);
+    take(shared, 2 * thread + 1);
+
+    const Seen seen = scored ? see<T, true>(row) : see<T, false>(row);
+    const int tainted = __syncthreads_or(seen.taint != 0);
+    const float given = block_reduce<Max>(seen.best, shared.maxima);
+    float log_sum = 0.0f;  // of exp(x - given)
+    if (scored) {
+        log_sum = logf(block_reduce<Sum>(seen.sum * exp_of(seen.best - given), shared.exponentials));
+    }
+
+    const float penalty = settings[PENALTY];
+    const bool adjusted =
+        adjust != 0 && (penalty != 1.0f || counts[NGRAM] > 0 || (counts[MODE] & (BANNED | SUPPRESS)) != 0);
+    if (adjusted) {
+        fill_bitmaps(bitmaps, bitmaps + words, counts, penalty != 1.0f, bans, history, vocab, words, capacity);
+    }
+    float largest = given;
+    Scores<T> scores{row,           adjusted ? bitmaps : nullptr, bitmaps + words, penalty,
+                     counts[MASK0], counts[MASK1],                largest,         settings[TEMPERATURE]};
+    const bool draws = settings[TEMPERATURE] > 0.0f;
+    Key best = NO_KEY;
+    if (adjusted || counts[MASK0] >= 0 || counts[MASK1] >= 0) {
+        best = block_reduce<Max>(best_processed(scores), shared.keys[0]);
+        largest = best == NO_KEY ? -infinity() : value_of(best);
+    } else if (!draws) {  // few threads hold the largest value, and they alone look for its place
+        best = block_reduce<Max>(seen.best == largest ? best_of(row, seen) : NO_KEY, shared.keys[0]);
+    }
+    const bool nothing = largest == -infinity();
+    if (draws && !nothing) {
+        scores.largest = fminf(largest, MOST);
+        best = block_reduce<Max>(draw(shared, scores, counts, settings, seeds[r]), shared.keys[1]);
+    }
+
+    if (thread == 0) {
+        const int id = nothing ? 0 : index_of(best);
+        ids[r] = id;
+        flags[r] = (tainted != 0 ? NOT_FINITE : 0) | (nothing ? NOTHING_LEFT : 0);
+        logprobs[r] = scored ? fmaxf(to_float(row.from[id]), -infinity()) - given - log_sum : 0.0f;
+        if (0 <= counts[CELL] && counts[CELL] < cell_count) {
+            cells[counts[CELL]] = id;
+        }
+        if ((counts[MODE] & KEEP) != 0 && counts[LENGTH] < capacity) {
+            history[counts[LENGTH]] = id;
+        }
+    }
+}
+
+#define ENTRY(T, suffix)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(1024) sample_##suffix(                                              \
+        const T* logits, const int* counts, const float* settings, const unsigned long long* seeds,                  \
+        const unsigned int* bans, int* history, int* cells, int* ids, float* logprobs, int* flags, int rows,         \
+        int vocab, long long stride, int slot_count, int words, int capacity, int cell_count, int adjust) {          \
+        sample<T>(logits, counts, settings, seeds, bans, history, cells, ids, logprobs, flags, rows, vocab, stride,  \
+                  words, capacity, cell_count, adjust);                                                              \
+    }
+ENTRY(float, f32)
+ENTRY(f16, f16)
+ENTRY(bf16, bf16)
