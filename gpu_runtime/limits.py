@@ -21,6 +21,12 @@ class Limits:
         Largest dynamic shared memory of one block, with the opt-in that sizes above 48 KiB need.
     gemm_workspace_bytes : int
         Workspace with which products run best; 0 when they have no use for one.
+    runs_ahead : bool
+        Whether enqueued work runs while the host goes on. Where it does not, there is no point in enqueuing more of it
+        before looking at its results.
+    pad_batches : bool
+        Whether it pays to run a few batch sizes alone, the others padded to them: where preparing a launch of a new
+        shape takes longer than the spare rows do.
     """
 
     compute_capability: tuple[int, int]
@@ -30,6 +36,8 @@ class Limits:
     max_threads_per_block: int = 1024
     max_grid: tuple[int, int, int] = ((1 << 31) - 1, 65535, 65535)
     gemm_workspace_bytes: int = 0
+    runs_ahead: bool = False
+    pad_batches: bool = False
 
 
 MINIMUM = Limits(compute_capability=(8, 0), sm_count=108, max_shared_bytes=99 * 1024)

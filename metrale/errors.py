@@ -63,6 +63,10 @@ class SequenceError(MetraleError, RuntimeError):
     """A call that does not fit the state of a sequence or of the model (no slot left, not prefilled, closed)."""
 
 
+class NoFreeSlot(SequenceError):
+    """Every slot of the model is taken: there is room again when a sequence is freed."""
+
+
 class NonFiniteLogits(MetraleError, ArithmeticError):
     """Logits with a NaN or an infinity: the rows named by ``rows`` have no token to choose, the others are sound."""
 

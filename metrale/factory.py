@@ -126,7 +126,8 @@ def memory_plan(
 
 def _shape(gpu: GpuBackend, config: NllbConfig, vocab: int, dtype: str, limits: ServingLimits) -> ModelShape:
     """Return what a model's sizes follow from on this device."""
-    return ModelShape(config, vocab, element_type(dtype, gpu), limits, gpu.limits().gemm_workspace_bytes)
+    device = gpu.limits()
+    return ModelShape(config, vocab, element_type(dtype, gpu), limits, device.gemm_workspace_bytes, device.pad_batches)
 
 
 def _config(path: PathLike) -> NllbConfig:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Settings of every test run, made before NumPy is imported; options for tests on a GPU; the device they run on."""
+"""Settings of every test run, made before NumPy is imported; options for tests on a GPU; the device and the small model
+that tests of several folders run on."""
 
 from __future__ import annotations
 
@@ -11,12 +12,20 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # A test that names no device runs on the host, also where there is a GPU.
 os.environ.setdefault("METRALE_DEVICE", "host")
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import metrale
+from gpu_runtime.backend import GpuBackend
+from metrale.nllb.model import NllbModel
 from tests.backends import ON_CUDA, Device, why_gpu_is_lost, why_no_gpu
+from tests.reference.nllb_float64 import NllbFloat64
+from tests.reference.tiny import write_tiny
+
+MakeModel = Callable[..., NllbModel]
 
 LEFT_OUT = pytest.StashKey[str]()
 
@@ -84,3 +93,53 @@ def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.config.getoption("no_pool"):
         options |= {"pool": False, "redzones": False}
     return Device("cuda", options)
+
+
+@pytest.fixture(scope="session")
+def shared_gpu(device: Device) -> Iterator[GpuBackend]:
+    """A backend that no test closes."""
+    with device.open() as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def gpu(device: Device, shared_gpu: GpuBackend) -> Iterator[GpuBackend]:
+    """A backend without live blocks. On a GPU always the same one: another would load every kernel again."""
+    backend = device.open() if device.is_host else shared_gpu
+    yield backend
+    backend.sweep_unreleased()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random checkpoint: 97 ids, width 32, 2 and 3 layers."""
+    return write_tiny(tmp_path_factory.mktemp("tiny") / "model", 21)
+
+
+@pytest.fixture(scope="session")
+def tiny_judge(tiny_folder: Path) -> NllbFloat64:
+    return NllbFloat64.load(tiny_folder)
+
+
+@pytest.fixture
+def make_tiny(tiny_folder: Path, gpu: GpuBackend) -> Iterator[MakeModel]:
+    """A function that loads the tiny checkpoint with small limits, on the test's backend unless another is given."""
+    models: list[NllbModel] = []
+
+    def make(on: GpuBackend | None = None, dtype: str = "float32", **options: Any) -> NllbModel:
+        limits: dict[str, Any] = {"max_batch": 4, "max_source_len": 12, "max_new_tokens": 8}
+        model = metrale.load(tiny_folder, on or gpu, dtype, **limits | options)
+        models.append(model)
+        return model
+
+    yield make
+    for model in models:
+        model.close()
+    for model in models:
+        assert model.gpu.live_alloc_count() == 0
+
+
+@pytest.fixture
+def tiny(make_tiny: MakeModel) -> NllbModel:
+    """A tiny model with 4 lanes, sources of up to 12 tokens and targets of up to 8, without default languages."""
+    return make_tiny()

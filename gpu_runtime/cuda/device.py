@@ -68,6 +68,8 @@ def limits_of(device: int) -> Limits:
             _attribute("MaxGridDimZ", device),
         ),
         gemm_workspace_bytes=GEMM_WORKSPACE_BYTES,
+        runs_ahead=True,
+        pad_batches=True,
     )
 
 

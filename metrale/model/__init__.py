@@ -11,7 +11,7 @@ from abc import ABC
 
 from metrale.model.adapters import ModelAdapters
 from metrale.model.circuit import ModelCircuit
-from metrale.model.device_feed import ModelDeviceFeed
+from metrale.model.device_feed import NO_CHOICE_FLAG, NOT_FINITE_FLAG, ModelDeviceFeed
 from metrale.model.draft import ModelDraft
 from metrale.model.ep import ModelEp
 from metrale.model.forward import ModelForward
@@ -22,7 +22,9 @@ from metrale.model.ssm_state import ModelSsmState
 from metrale.model.streams import ModelStreams
 from metrale.model.types import (
     BATCH_LADDER,
+    GREEDY,
     BeamReq,
+    Capacity,
     EarlyStopping,
     EpCommandFailed,
     FeedSource,
@@ -33,6 +35,7 @@ from metrale.model.types import (
     MixedForwardResult,
     PrefillSlice,
     RowMask,
+    SamplingParams,
     SequenceState,
     VerifyBatchedOpts,
     padded_batch_n,
@@ -61,7 +64,11 @@ class Model(
 
 __all__ = [
     "BATCH_LADDER",
+    "GREEDY",
+    "NOT_FINITE_FLAG",
+    "NO_CHOICE_FLAG",
     "BeamReq",
+    "Capacity",
     "EarlyStopping",
     "EpCommandFailed",
     "FeedSource",
@@ -85,6 +92,7 @@ __all__ = [
     "ModelVision",
     "PrefillSlice",
     "RowMask",
+    "SamplingParams",
     "SequenceState",
     "VerifyBatchedOpts",
     "padded_batch_n",

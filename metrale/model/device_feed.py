@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,10 @@ from gpu_runtime.handles import PinnedMemory
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.model.refusal import refusal
-from metrale.model.types import FeedSource, RowMask, SequenceState
+from metrale.model.types import FeedSource, MixedBatchResult, PrefillSlice, RowMask, SamplingParams, SequenceState
+
+NOT_FINITE_FLAG: Final = 1
+NO_CHOICE_FLAG: Final = 2
 
 
 class ModelDeviceFeed:
@@ -33,7 +36,8 @@ class ModelDeviceFeed:
         """Enqueue a decode step whose row ``i`` takes its id from ``sources[i]``; return row 0 of its logits.
 
         It does as ``decode_batch`` does but leaves ``tokens`` and ``seq_len`` of the sequences alone, as the ids may
-        not be known yet: the caller updates them when it commits the step.
+        not be known yet. The id goes to position ``seq.seq_len``: a caller that enqueues another step before it
+        knows the ids advances ``seq_len`` first, and ``tokens`` once it does.
 
         Raises
         ------
@@ -69,6 +73,73 @@ class ModelDeviceFeed:
             By default.
         """
         raise refusal(self, "argmax_batch_to_feed")
+
+    def begin_sampling(self, seq: SequenceState, params: SamplingParams, stream: StreamLike = 0) -> None:
+        """Set how the ids of ``seq`` are chosen by ``sample_batch_to_feed`` from here on; until then, greedily.
+
+        The history of the sequence is ``seq.tokens``, so this comes after its prefill, and after its restoration from a
+        saved state. What the device keeps of it goes with the slot.
+
+        Raises
+        ------
+        metrale.errors.NotSupported
+            By default.
+        metrale.errors.InvalidInput
+            When an id is not in the vocabulary.
+        metrale.errors.SequenceError
+            When ``seq`` is not live or has not been prefilled.
+        """
+        raise refusal(self, "begin_sampling")
+
+    def sample_batch_to_feed(
+        self,
+        logits: DevicePtr,
+        seqs: Sequence[SequenceState],
+        dst: NDArray[np.integer[Any]],
+        event: int,
+        stream: StreamLike = 0,
+        *,
+        logprobs: bool = False,
+    ) -> None:
+        """Choose the next id of every sequence on the device, each in its own way; nothing waits.
+
+        The id of ``seqs[i]`` is kept for ``FeedSource(sampled=True)``, and joins the sequence's history on the device.
+
+        Parameters
+        ----------
+        logits : DevicePtr
+            The row of ``seqs[0]``; the others follow.
+        seqs : Sequence[SequenceState]
+            ``seq_len`` is the position that the chosen id will have.
+        dst : NDArray[np.integer]
+            32-bit integers ``[3, len(seqs)]``, a view of pinned memory, filled by a copy on ``stream``: the ids; the
+            bits of their float32 log-probabilities under the unprocessed logits (0 unless ``logprobs``); and flags:
+            `NOT_FINITE_FLAG` when the row holds a NaN or an infinity, `NO_CHOICE_FLAG` when every id is forbidden.
+        event : int
+            Recorded on ``stream`` after the copy; ``dst`` may be read once it has happened.
+
+        Raises
+        ------
+        metrale.errors.NotSupported
+            By default.
+        """
+        raise refusal(self, "sample_batch_to_feed")
+
+    def mixed_forward_batch_fed(
+        self,
+        sources: Sequence[FeedSource],
+        decode_seqs: Sequence[SequenceState],
+        prefill_streams: Sequence[PrefillSlice],
+        stream: StreamLike = 0,
+    ) -> MixedBatchResult:
+        """Do as ``mixed_forward_batch``, with the decode lanes fed as by ``decode_batch_fed``.
+
+        Raises
+        ------
+        metrale.errors.NotSupported
+            By default.
+        """
+        raise refusal(self, "mixed_forward_batch_fed")
 
     def reserve_decode_block(self, seq: SequenceState) -> int:
         """Make sure that there is a KV block for position ``seq.seq_len``; return the blocks taken for it, 0 or 1.

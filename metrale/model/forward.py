@@ -184,6 +184,10 @@ class ModelForward(ModelStreams, ABC):
         prefill_logits = self.prefill_batch_chunk_rows(prefill_streams, stream, len(decode_tokens))
         return MixedBatchResult(decode_logits, prefill_logits)
 
+    def step_rows(self, lanes: int) -> int:
+        """Return how many rows a decode step of ``lanes`` sequences computes. Default: as many, it is not padded."""
+        return lanes
+
     def normalize_ssm_states(self, seq: SequenceState, stream: StreamLike = 0) -> None:
         """Rescale the recurrent state of ``seq`` between two chunks of its prompt. Default: nothing."""
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import BinaryIO, Final
 
 from metrale.model.refusal import refusal
-from metrale.model.types import SequenceState
+from metrale.model.types import Capacity, SequenceState
 
 UNLOCKED: Final = nullcontext()
 """The context of a model that does not serialise its callers. It may be entered any number of times."""
@@ -47,7 +47,7 @@ class ModelLifecycle(ABC):
 
         Raises
         ------
-        metrale.errors.SequenceError
+        metrale.errors.NoFreeSlot
             When every slot is taken.
         gpu_runtime.errors.OutOfMemory
             When the slot's KV does not fit; the model stays usable.
@@ -103,6 +103,24 @@ class ModelLifecycle(ABC):
             By default.
         """
         raise refusal(self, "restore_sequence_state")
+
+    def capacity(self) -> Capacity:
+        """Return what the model can serve at once.
+
+        Raises
+        ------
+        metrale.errors.NotSupported
+            By default.
+        """
+        raise refusal(self, "capacity")
+
+    def device_bytes(self) -> int | None:
+        """Return the bytes of device memory that are allocated. Default: None, not known."""
+        return None
+
+    def kv_usage(self) -> tuple[int, int] | None:
+        """Return the KV cache's bytes as (taken by live sequences, all). Default: None, not known."""
+        return None
 
     def num_free_blocks(self) -> int:
         """Return how many blocks of a paged KV cache are free. Default: 0."""

@@ -17,9 +17,16 @@ class ModelStreams:
         """Return the handle of the stream that ``stream=0`` stands for. Default: 0."""
         return 0
 
+    def runs_ahead(self) -> bool:
+        """Return whether enqueued work runs while the host goes on. Default: False."""
+        return False
+
     def create_stream(self) -> int:
         """Return the handle of a new stream. Default: 0, the default stream."""
         return 0
+
+    def destroy_stream(self, stream: int) -> None:
+        """Give back what ``create_stream`` returned; its work is finished first. Default: nothing."""
 
     def create_event(self) -> int:
         """Return the handle of a new event, recorded nowhere yet. Default: 0."""

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal, TypeAlias
 
+from gpu_runtime import checks
 from gpu_runtime.pointer import DevicePtr
 from metrale.errors import InvalidInput, MetraleError
 
@@ -20,6 +22,10 @@ EarlyStopping: TypeAlias = bool | Literal["never"]
 
 ForwardSelect: TypeAlias = Literal["legacy", "circuit"]
 """The forward that decode runs: the family's own layer loop, or a program compiled from a circuit plan."""
+
+_INT32_MAX: Final = (1 << 31) - 1
+_FLOAT32_MAX: Final = 3.4e38
+_FLOAT32_TINY: Final = 1.2e-38
 
 BATCH_LADDER: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Batch sizes that decode steps are padded to."""
@@ -83,6 +89,29 @@ class SequenceState:
     def is_detached(self) -> bool:
         """Whether the sequence has given up its slot."""
         return self.slot_idx == self.DETACHED
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a model can serve at once, for whoever hands out its lanes.
+
+    Attributes
+    ----------
+    max_sequences : int
+        Sequences that may be live.
+    max_prompt_tokens : int
+        Tokens of a prompt, without those that the model adds.
+    max_new_tokens : int
+        Generated tokens of a sequence, the language token and EOS included.
+    prompt_overhead : int
+        KV positions that a prompt takes beside one for each of its tokens. ``alloc_sequence_for`` counts them, and one
+        position for each token that the decoder is given.
+    """
+
+    max_sequences: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    prompt_overhead: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +207,7 @@ class VerifyBatchedOpts:
 
 @dataclass(frozen=True, slots=True)
 class FeedSource:
-    """Where one row of a fed decode step takes its input id from: ``token`` or ``from_row``, never both.
+    """Where one row of a fed decode step takes its input id from: exactly one of three places.
 
     Attributes
     ----------
@@ -187,20 +216,117 @@ class FeedSource:
     from_row : int or None
         The feed cell with the id, counted by the rows of the last ``argmax_batch_to_feed``. It is read on the device,
         so the host may enqueue the step before it knows the id.
+    sampled : bool
+        The id that ``sample_batch_to_feed`` last chose for this very sequence, read on the device as well.
 
     Raises
     ------
     InvalidInput
-        When neither or both are given, or the one given is negative.
+        When none or several are given, or the number given is negative.
     """
 
     token: int | None = None
     from_row: int | None = None
+    sampled: bool = False
 
     def __post_init__(self) -> None:
         given = [value for value in (self.token, self.from_row) if value is not None]
-        if len(given) != 1 or given[0] < 0:
-            raise InvalidInput("FeedSource", "one of token and from_row, not negative", (self.token, self.from_row))
+        if len(given) + self.sampled != 1 or any(value < 0 for value in given):
+            got = (self.token, self.from_row, self.sampled)
+            raise InvalidInput("FeedSource", "one of token, from_row and sampled, not negative", got)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next id of one sequence is chosen. The steps and their order are those of transformers.
+
+    First the logits are processed: repetition penalty, repeated n-grams, bans, minimum length. Then, unless
+    ``temperature`` is 0, they are divided by it, cut to the ``top_k``, the ``top_p`` and the ``min_p``, and an id is
+    drawn. The history that penalty and n-grams look at is every id that the decoder was given, the start token and the
+    language included.
+
+    Attributes
+    ----------
+    temperature : float
+        0 takes the largest processed logit (greedy); larger is more even.
+    top_k : int
+        Keep the ids whose score is at least the k-th largest; 0 keeps all.
+    top_p : float
+        Keep an id when all ids of a larger score together have a probability below this; 1 keeps all.
+    min_p : float
+        Keep an id when its probability is at least this share of the largest; 0 keeps all.
+    repetition_penalty : float
+        Positive logits of ids in the history are divided by it, others multiplied; 1 changes nothing.
+    no_repeat_ngram_size : int
+        No n-gram of this size may occur twice in the history; 0 allows all.
+    banned_ids : tuple of int
+        Never chosen.
+    eos_ids : tuple of int
+        Not chosen before there are ``min_new_tokens``.
+    min_new_tokens : int
+        Generated ids, the language token among them, that must be there before EOS may be chosen.
+    seed : int
+        Key of the random numbers, 64 bits. A draw depends on it and on the position alone, whatever else is in the
+        batch.
+
+    Raises
+    ------
+    InvalidInput
+        When one of them is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    banned_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high, expected in (
+            ("temperature", 0.0, _FLOAT32_MAX, "a finite number of at least 0"),
+            ("top_p", _FLOAT32_TINY, 1.0, "a number above 0 and at most 1"),
+            ("min_p", 0.0, 1.0, "a number from 0 to 1"),
+            ("repetition_penalty", _FLOAT32_TINY, _FLOAT32_MAX, "a finite number above 0"),
+        ):
+            object.__setattr__(self, name, _real(name, getattr(self, name), low, high, expected))
+        for name, limit in (
+            ("top_k", _INT32_MAX),
+            ("no_repeat_ngram_size", _INT32_MAX),
+            ("min_new_tokens", _INT32_MAX),
+            ("seed", (1 << 64) - 1),
+        ):
+            object.__setattr__(self, name, _whole(name, getattr(self, name), limit))
+        for name in ("banned_ids", "eos_ids"):
+            ids = tuple(_whole(f"{name}[{at}]", token, _INT32_MAX) for at, token in enumerate(getattr(self, name)))
+            object.__setattr__(self, name, ids)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a choice depends on the ids before it."""
+        return self.repetition_penalty != 1.0 or self.no_repeat_ngram_size > 0
+
+    @property
+    def suppresses_eos(self) -> bool:
+        """Whether EOS is withheld from short results."""
+        return self.min_new_tokens > 0 and bool(self.eos_ids)
+
+
+def _real(name: str, value: object, low: float, high: float, expected: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= float(value) <= high:
+        raise InvalidInput(name, expected, value)
+    return float(value)
+
+
+def _whole(name: str, value: object, high: int) -> int:
+    try:
+        return checks.integer(name, value, 0, high)
+    except (TypeError, ValueError):
+        raise InvalidInput(name, f"an int from 0 to {high:,}", value) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +346,10 @@ class RowMask:
     def __post_init__(self) -> None:
         if len(self.banned) > self.MAX_IDS or any(token < 0 for token in self.banned):
             raise InvalidInput("banned", f"at most {self.MAX_IDS} ids, none negative", self.banned)
+
+
+GREEDY: Final = SamplingParams()
+"""The largest logit, always."""
 
 
 @dataclass(frozen=True, slots=True)

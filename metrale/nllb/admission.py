@@ -105,14 +105,33 @@ class Admission:
         NotSupported
             When it asks for an adapter.
         """
-        span = self._table.span(seq)
+        span = self.prefilled("decode", seq)
         self._check_adapter(seq)
-        if not span.source_len or not seq.seq_len:
-            raise SequenceError(f"decode: the sequence in slot {seq.slot_idx} has not been prefilled")
-        most = min(self._shape.limits.target_positions, span.positions - span.source_len)
-        if seq.seq_len >= most:
+        most = self._target_positions(span)
+        if seq.seq_len == most:
             raise SequenceError(f"decode: the sequence in slot {seq.slot_idx} is full: it has {most} decoder positions")
         return span
+
+    def prefilled(self, call: str, seq: SequenceState) -> Span:
+        """Return the span of a sequence that has keys and values; an error names ``call``.
+
+        Raises
+        ------
+        SequenceError
+            When it is not live or has not been prefilled, or when its ``seq_len``, which callers of fed steps advance
+            by themselves, is more than it has positions.
+        """
+        span = self._table.span(seq)
+        if not span.source_len or seq.seq_len < 1:
+            raise SequenceError(f"{call}: the sequence in slot {seq.slot_idx} has not been prefilled")
+        most = self._target_positions(span)
+        if seq.seq_len > most:
+            what = f"the sequence in slot {seq.slot_idx}"
+            raise SequenceError(f"{call}: {what} has {most} decoder positions, and a seq_len of {seq.seq_len}")
+        return span
+
+    def _target_positions(self, span: Span) -> int:
+        return min(self._shape.limits.target_positions, span.positions - span.source_len)
 
     def _check_adapter(self, seq: SequenceState) -> None:
         if seq.adapter_slot != -1:

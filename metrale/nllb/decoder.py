@@ -21,22 +21,51 @@ from metrale.nllb.workspace import Workspace
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Tokens that one sequence feeds in a pass: ``ids[i]`` goes to target position ``first + i`` of ``span``."""
+    """Tokens that one sequence feeds in a pass: ``ids[i]`` goes to target position ``first + i`` of ``span``.
+
+    With a ``cell`` of 0 or more, the id of a feed of one is read there on the device, and ``ids[0]`` is not used.
+    """
 
     ids: tuple[int, ...]
     first: int
     span: Span
+    cell: int = -1
 
 
 class Decoder:
-    """Enqueues decoder passes. It owns no memory; passes that may overlap must not share a workspace."""
+    """Enqueues decoder passes. It owns no memory; passes that may overlap must not share a side of a workspace.
 
-    def __init__(self, gpu: GpuBackend, shape: ModelShape, weights: DeviceWeights, workspace: Workspace) -> None:
+    Parameters
+    ----------
+    gpu : GpuBackend
+    shape : ModelShape
+    weights : DeviceWeights
+    workspace : Workspace
+    side : {"prefix", "decoder"}
+        Whose activations it uses. Steps of ``"decoder"`` may be padded, and may take ids from cells.
+
+    Attributes
+    ----------
+    hidden : DevicePtr
+        The hidden rows of its last pass after the final norm.
+    """
+
+    def __init__(
+        self, gpu: GpuBackend, shape: ModelShape, weights: DeviceWeights, workspace: Workspace, side: str
+    ) -> None:
         self._gpu = gpu
         self._shape = shape
         self._weights = weights
         self._workspace = workspace
-        self._hidden = workspace["decoder.hidden"]
+        self._side = side
+        self.hidden = workspace[f"{side}.hidden"]
+        self._cells: dict[str, int] = {}
+        self._spares: list[Feed] = []
+        if side == "decoder":
+            self._cells = {"cells": workspace["feed.cells"], "cell_count": shape.feed_cells}
+            for spare in range(shape.spare_rows):  # each row writes KV of its own
+                at = workspace["decoder.spare"].offset(spare * shape.position_bytes)
+                self._spares.append(Feed((0,), 0, Span(0, 1, at, shape.position_bytes)))
 
     def run(self, feeds: Sequence[Feed], logits: DevicePtr, stream: StreamLike) -> None:
         """Enqueue one pass: each weight is read once, whatever the number of sequences.
@@ -51,24 +80,29 @@ class Decoder:
             Where the logits of feed ``i``'s last id go: row ``i`` from here.
         stream : StreamLike
         """
-        depth = len(feeds[0].ids)
+        depth, lanes = len(feeds[0].ids), len(feeds)
+        if self._spares:
+            feeds = [*feeds, *self._spares[: self._shape.step_rows(lanes) - lanes]]
         positions = np.array([feed.first + step for feed in feeds for step in range(depth)])
-        table = self._workspace.decoder_table.upload(
+        sources = [feed.span.source_len or 1 for feed in feeds]  # a spare row attends to the position that it writes
+        table = self._workspace.tables[self._side].upload(
             stream,
             ids=np.array([token for feed in feeds for token in feed.ids]),
+            cells=np.repeat([feed.cell for feed in feeds], depth),
             positions=positions,
             self_lengths=positions + 1,
-            cross_lengths=np.repeat([feed.span.source_len for feed in feeds], depth),
+            cross_lengths=np.repeat(sources, depth),
             self_spans=np.repeat(np.array([int(feed.span.target_ptr) for feed in feeds], dtype=np.uint64), depth),
             cross_spans=np.repeat(np.array([int(feed.span.ptr) for feed in feeds], dtype=np.uint64), depth),
         )
+        cells = {**self._cells, "cell_index": table["cells"]} if self._cells else {}
         weights = self._weights
-        rows = Rows.of(self._gpu, self._shape, self._workspace, "decoder", len(feeds) * depth, stream)
-        rows.embed(table["ids"], table["positions"], weights.embedding, weights.position_table)
+        rows = Rows.of(self._gpu, self._shape, self._workspace, self._side, len(feeds) * depth, stream)
+        rows.embed(table["ids"], table["positions"], weights.embedding, weights.position_table, **cells)
         for index in range(len(weights.decoder)):
             self._layer(rows, index, table)
-        rows.norm(weights.decoder_norm, self._hidden)
-        self._head(rows, depth, logits)
+        rows.norm(weights.decoder_norm, self.hidden)
+        self._head(rows, lanes, depth, logits)
 
     def _layer(self, rows: Rows, index: int, table: Mapping[str, DevicePtr]) -> None:
         config, layer = self._shape.config, self._weights.decoder[index]
@@ -117,17 +151,17 @@ class Decoder:
             stream=rows.stream,
         )
 
-    def _head(self, rows: Rows, depth: int, logits: DevicePtr) -> None:
-        """Multiply the last row of each feed with the embedding, which is the output head as well."""
+    def _head(self, rows: Rows, lanes: int, depth: int, logits: DevicePtr) -> None:
+        """Multiply the last row of each feed, but no spare one, with the embedding: it is the output head as well."""
         shape = self._shape
         d = shape.config.d_model
         ops.linear(
             self._gpu,
-            self._hidden.offset((depth - 1) * d * shape.itemsize),
+            self.hidden.offset((depth - 1) * d * shape.itemsize),
             self._weights.embedding,
             NULL,
             logits,
-            rows=rows.count // depth,
+            rows=lanes,
             n=shape.vocab,
             k=d,
             x_stride=depth * d,

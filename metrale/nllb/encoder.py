@@ -38,7 +38,7 @@ class Encoder:
         stream : StreamLike
         """
         lengths = np.array([len(source) for source in sources])
-        table = self._workspace.encoder_table.upload(
+        table = self._workspace.tables["encoder"].upload(
             stream,
             ids=np.concatenate(sources),
             positions=np.concatenate([np.arange(length) for length in lengths]),

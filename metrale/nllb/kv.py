@@ -31,6 +31,8 @@ class Span:
     position_bytes : int
     source_len : int
         Source positions written; 0 before prefill.
+    fresh : bool
+        Whether no decode step has come after the prefill, or the copy, that filled it.
     """
 
     first: int
@@ -38,6 +40,7 @@ class Span:
     ptr: DevicePtr
     position_bytes: int
     source_len: int = 0
+    fresh: bool = False
 
     @property
     def target_ptr(self) -> DevicePtr:

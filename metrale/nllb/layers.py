@@ -51,12 +51,12 @@ class Rows:
     def of(
         cls, gpu: GpuBackend, shape: ModelShape, space: Workspace, side: str, count: int, stream: StreamLike
     ) -> Rows:
-        """Return the activations of one side of the model (``"encoder"`` or ``"decoder"``)."""
+        """Return the activations of one side of the model (``"encoder"``, ``"prefix"`` or ``"decoder"``)."""
         x, h, wide = (space[f"{side}.{name}"] for name in ("x", "h", "wide"))
-        return cls(gpu, shape, x, h, wide, space.gemm, count, stream)
+        return cls(gpu, shape, x, h, wide, space.gemm[side], count, stream)
 
-    def embed(self, ids: int, positions: int, table: int, position_table: int) -> None:
-        """Fill ``x`` with the embeddings of ``ids`` at ``positions``."""
+    def embed(self, ids: int, positions: int, table: int, position_table: int, **cells: int) -> None:
+        """Fill ``x`` with the embeddings of ``ids`` at ``positions``; ``cells`` are those of the op."""
         shape = self.shape
         ops.embed(
             self.gpu,
@@ -72,6 +72,7 @@ class Rows:
             scale=shape.config.embed_scale,
             dtype=shape.dtype,
             stream=self.stream,
+            **cells,
         )
 
     def norm(self, weights: Dense, out: DevicePtr | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 
 from gpu_runtime import dtypes
 from gpu_runtime.arena import LogitsArena
+from metrale.model import BATCH_LADDER, padded_batch_n
 from metrale.nllb.checks import integer
 from metrale.nllb.config import NllbConfig
 
@@ -83,6 +84,8 @@ class ModelShape:
     limits : ServingLimits
     gemm_workspace_bytes : int
         Workspace with which the device's products run best (`gpu_runtime.limits.Limits`).
+    pad_batches : bool
+        Whether decode steps are padded to the rungs of `metrale.model.BATCH_LADDER`.
     """
 
     config: NllbConfig
@@ -90,6 +93,7 @@ class ModelShape:
     dtype: str
     limits: ServingLimits
     gemm_workspace_bytes: int = 0
+    pad_batches: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -123,9 +127,29 @@ class ModelShape:
         return LogitsArena.padded(self.vocab)
 
     @property
-    def decoder_rows(self) -> int:
-        """Rows of the largest decoder pass: the two prefix tokens of every sequence."""
+    def prefix_rows(self) -> int:
+        """Rows of the largest decoder pass of a prefill: the two prefix tokens of every sequence."""
         return 2 * self.limits.max_batch
+
+    def step_rows(self, lanes: int) -> int:
+        """Return the rows of a decode step of ``lanes`` sequences, at most ``max_batch``."""
+        return min(padded_batch_n(lanes), self.limits.max_batch) if self.pad_batches else lanes
+
+    @property
+    def spare_rows(self) -> int:
+        """The most rows that padding adds to a decode step."""
+        largest = min(self.limits.max_batch, BATCH_LADDER[-1])  # above the last rung nothing is padded
+        return max(self.step_rows(lanes) - lanes for lanes in range(1, largest + 1))
+
+    @property
+    def feed_cells(self) -> int:
+        """Ids that wait on the device to be fed: one for each logits row, then one for each slot."""
+        return self.logits_rows + self.limits.max_batch
+
+    @property
+    def ban_words(self) -> int:
+        """32-bit words of a set of ids with one bit for each."""
+        return -(-self.vocab // 32)
 
     @property
     def position_count(self) -> int:

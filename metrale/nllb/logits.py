@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The logits arena of a model: who wrote a row, and how it is read."""
+"""The logits arena of a model: who writes a row, and how it is read."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,11 @@ from metrale import ops
 from metrale.errors import InvalidInput
 from metrale.nllb.checks import integer
 from metrale.nllb.limits import ModelShape
+from metrale.nllb.turns import Turn
 
 
 class LogitsRows:
-    """Rows of logits on the device, and for each row the event that says when it is written.
+    """Rows of logits on the device, and for each row the turn whose latest use says when it is written.
 
     Parameters
     ----------
@@ -30,24 +30,23 @@ class LogitsRows:
     shape : ModelShape
     scratch : DevicePtr
         Device memory for an id and a flag of each row.
+    writer : Turn
+        What counts as the writer of rows that nobody has written.
     """
 
-    def __init__(self, gpu: GpuBackend, shape: ModelShape, scratch: DevicePtr) -> None:
+    def __init__(self, gpu: GpuBackend, shape: ModelShape, scratch: DevicePtr, writer: Turn) -> None:
         self._gpu = gpu
         self._scratch = scratch
         rows, stride = shape.logits_rows, shape.logits_stride
         self.arena = LogitsArena(
             gpu.alloc(rows * stride * shape.itemsize, tag="logits"), rows, shape.vocab, shape.dtype
         )
-        self._events: list[int] = []
+        self._writers = [writer] * rows
         try:
             self._clear()
-            for _ in range(rows):
-                self._events.append(gpu.create_event())
         except BaseException:
             self.free()
             raise
-        self._event_of_row = list(self._events)
 
     def _clear(self) -> None:
         """Set every element to minus infinity: the padding columns keep it, products write the others."""
@@ -59,11 +58,13 @@ class LogitsRows:
             self._gpu.copy_d2d(arena.base, arena.row(filled), count * arena.row_bytes)
             filled += count
 
-    def written(self, first: int, count: int, stream: StreamLike) -> None:
-        """Record that the work on ``stream`` so far writes ``count`` rows from ``first``."""
-        event = self._events[first]
-        self._gpu.record_event(event, stream)
-        self._event_of_row[first : first + count] = [event] * count
+    def written(self, writer: Turn, row: int, count: int) -> None:
+        """Note that the latest use of ``writer`` writes ``count`` rows from ``row``."""
+        self._writers[row : row + count] = [writer] * count
+
+    def any_written_by(self, writer: Turn, row: int, count: int) -> bool:
+        """Return whether ``writer`` wrote one of ``count`` rows from ``row``."""
+        return writer in self._writers[row : row + count]
 
     def index(self, ptr: int, count: int = 1) -> int:
         """Return the row at an address. `InvalidInput` when no row starts there, or there are not ``count`` of them."""
@@ -79,11 +80,11 @@ class LogitsRows:
 
     def event(self, ptr: int) -> int:
         """Return the event after which the row at ``ptr`` is written."""
-        return self._event_of_row[self.index(ptr)]
+        return self._writers[self.index(ptr)].event
 
     def read(self, ptr: int, out: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Wait for the row at ``ptr`` and return it as float32 ``[vocab]``."""
-        event = self.event(ptr)
+        writer = self._writers[self.index(ptr)]
         vocab = self.arena.vocab
         if out is None:
             out = np.empty(vocab, dtype=np.float32)
@@ -93,7 +94,7 @@ class LogitsRows:
         elif not out.flags.writeable:
             raise InvalidInput("out", "a writable array", "a read-only one")
         row: NDArray[Any] = np.empty(vocab, dtype=dtypes.NUMPY[self.arena.dtype])
-        self._gpu.stream_wait_event(0, event)
+        writer.wait(0)
         self._gpu.copy_d2h_on_stream(ptr, row)
         out[...] = row
         return out
@@ -101,8 +102,8 @@ class LogitsRows:
     def argmax(self, ptr: int, count: int, stream: StreamLike) -> tuple[list[int], list[int]]:
         """Return the largest logit's id of ``count`` rows from ``ptr``, and the rows that are not finite."""
         first = self.index(ptr, count)
-        for event in dict.fromkeys(self._event_of_row[first : first + count]):
-            self._gpu.stream_wait_event(stream, event)
+        for writer in dict.fromkeys(self._writers[first : first + count]):
+            writer.wait(stream)
         flags = self._scratch.offset(count * dtypes.itemsize("i32"))
         ops.argmax(
             self._gpu,
@@ -120,8 +121,5 @@ class LogitsRows:
         return result[0].tolist(), np.flatnonzero(result[1]).tolist()
 
     def free(self) -> None:
-        """Free the rows and their events."""
-        with ExitStack() as steps:  # also after one that fails
-            steps.callback(self._gpu.free, self.arena.base)
-            for event in self._events:
-                steps.callback(self._gpu.destroy_event, event)
+        """Free the rows."""
+        self._gpu.free(self.arena.base)

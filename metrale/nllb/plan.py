@@ -21,6 +21,7 @@ from metrale.ops.embed import OP as EMBED
 from metrale.ops.kv_scatter import OP as KV_SCATTER
 from metrale.ops.layer_norm import OP as LAYER_NORM
 from metrale.ops.packed_attention import OP as PACKED_ATTENTION
+from metrale.ops.sample import OP as SAMPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +79,19 @@ def largest_launches(shape: ModelShape) -> Iterator[tuple[str, Op, dict[str, int
     """Yield every kernel that a model launches, with the side it is for and its integer arguments at the limits."""
     config, limits = shape.config, shape.limits
     d, wide = config.d_model, shape.kv_width
-    embedded = {"width": d, "vocab": shape.vocab, "position_count": shape.position_count}
+    embedded = {
+        "width": d,
+        "vocab": shape.vocab,
+        "position_count": shape.position_count,
+        "cell_count": shape.feed_cells,
+    }
     whole, last_layer = {"src_stride": wide, "offset": 0}, {"src_stride": 3 * d, "offset": wide - 2 * d}
-    for side, rows in (("encoder", limits.encoder_tokens), ("decoder", shape.decoder_rows)):
+    for side, rows in (("encoder", limits.encoder_tokens), ("decoder", shape.prefix_rows)):
         yield side, EMBED, {"rows": rows, **embedded}
         yield side, LAYER_NORM, {"rows": rows, "width": d}
     some = min(limits.encoder_tokens, CROSS_KV_ROWS)
     yield "encoder", KV_SCATTER, {"rows": some, "width": wide, **whole, "kv_stride": wide}
-    yield "decoder", KV_SCATTER, {"rows": shape.decoder_rows, "width": 2 * d, **last_layer, "kv_stride": wide}
+    yield "decoder", KV_SCATTER, {"rows": shape.prefix_rows, "width": 2 * d, **last_layer, "kv_stride": wide}
     yield (
         "encoder",
         PACKED_ATTENTION,
@@ -102,7 +108,7 @@ def largest_launches(shape: ModelShape) -> Iterator[tuple[str, Op, dict[str, int
         "decoder",
         DECODE_ATTENTION,
         {
-            "rows": shape.decoder_rows,
+            "rows": shape.prefix_rows,
             "heads": config.decoder_attention_heads,
             "head_dim": config.decoder_head_dim,
             "q_stride": 3 * d,
@@ -111,7 +117,20 @@ def largest_launches(shape: ModelShape) -> Iterator[tuple[str, Op, dict[str, int
             "kv_stride": wide,
         },
     )
-    yield "output", ARGMAX, {"rows": shape.logits_rows, "vocab": shape.vocab, "stride": shape.logits_stride}
+    output = {"rows": shape.logits_rows, "vocab": shape.vocab, "stride": shape.logits_stride}
+    yield "output", ARGMAX, output
+    yield (
+        "output",
+        SAMPLE,
+        {
+            **output,
+            "slot_count": limits.max_batch,
+            "words": shape.ban_words,
+            "capacity": limits.target_positions,
+            "cell_count": shape.feed_cells,
+            "adjust": 1,
+        },
+    )
 
 
 def plan_memory(shape: ModelShape) -> MemoryPlan:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from metrale.errors import InvalidInput, SequenceError
+from metrale.errors import InvalidInput, NoFreeSlot, SequenceError
 from metrale.model import SequenceState
 from metrale.nllb.checks import integer
 from metrale.nllb.kv import KvPool, Span
@@ -32,14 +32,14 @@ class SequenceTable:
 
         Raises
         ------
-        SequenceError
+        NoFreeSlot
             When every slot is taken.
         OutOfMemory
             When the pool has no such span; no slot is claimed.
         """
         slot = next((slot for slot in range(self._slots) if slot not in self._live), None)
         if slot is None:
-            raise SequenceError(f"alloc_sequence: all {self._slots} slots are taken; free a sequence first")
+            raise NoFreeSlot(f"alloc_sequence: all {self._slots} slots are taken; free a sequence first")
         span = self._pool.take(positions)
         seq = SequenceState(slot)
         self._live[slot] = (seq, span)
@@ -72,8 +72,8 @@ class SequenceTable:
             self._pool.give_back(span)
             seq.slot_idx = SequenceState.DETACHED
 
-    def move(self, seq: SequenceState, slot: int) -> None:
-        """Let ``seq`` hold ``slot`` instead of its own, which becomes free. The span stays where it is.
+    def vacant(self, seq: SequenceState, slot: int) -> int:
+        """Return ``slot``, which ``seq`` may move to: its own, or one that nobody holds.
 
         Raises
         ------
@@ -82,12 +82,13 @@ class SequenceTable:
         InvalidInput
             When there is no such slot.
         """
-        span = self.span(seq)
+        self.span(seq)
         slot = integer("new_slot", slot, 0, self._slots - 1, f"a slot in [0, {self._slots})")
-        if slot == seq.slot_idx:
-            return
-        if slot in self._live:
+        if slot in self._live and slot != seq.slot_idx:
             raise SequenceError(f"compact_sequence: slot {slot} is held by a live sequence; free or detach that first")
-        del self._live[seq.slot_idx]
+        return slot
+
+    def move(self, seq: SequenceState, slot: int) -> None:
+        """Let ``seq`` hold ``slot``, which is `vacant`, instead of its own. The span stays where it is."""
+        self._live[slot] = self._live.pop(seq.slot_idx)
         seq.slot_idx = slot
-        self._live[slot] = (seq, span)

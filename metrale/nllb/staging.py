@@ -44,7 +44,7 @@ class Staging:
         self._size = max(min(nbytes, STAGING_BYTES), REGION_ALIGNMENT)
         with ExitStack() as undo:
             self._stream = gpu.create_stream()
-            undo.callback(gpu.destroy_stream, self._stream)
+            undo.callback(gpu.destroy_stream, self._stream)  # finishes its work first
             self._buffers: list[tuple[NDArray[Any], int]] = []
             for _ in range(2):
                 memory = gpu.alloc_host_pinned(self._size)
@@ -52,7 +52,6 @@ class Staging:
                 event = gpu.create_event()
                 undo.callback(gpu.destroy_event, event)
                 self._buffers.append((memory.array, event))
-            undo.callback(gpu.synchronize, self._stream)  # runs first of all
             self._teardown = undo.pop_all()
         self._used = 0
 
@@ -159,6 +158,6 @@ class Ring:
         self._next = (self._next + 1) % len(self.slots)
 
     def free(self) -> None:
-        """Free the slots, whose copies must be done. Calling it again does nothing."""
+        """Free the slots. Copies that are enqueued may still read them. Calling it again does nothing."""
         self.slots.clear()
         self._teardown.close()

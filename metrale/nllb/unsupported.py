@@ -71,11 +71,11 @@ class TranslationOnly(Model):
 
     def prepare_vision_embed(self, images: Sequence[object]) -> None:
         """Refuse images rather than ignore them; none at all is fine."""
-        if images:
+        if len(images):
             raise refusal(self, "prepare_vision_embed", "it takes no images")
 
     def prepare_vision_embed_batched(self, per_request: Sequence[Sequence[object]]) -> list[tuple[int, int, int, int]]:
         """Refuse images rather than ignore them; none at all is fine."""
-        if any(per_request):
+        if any(len(images) for images in per_request):
             raise refusal(self, "prepare_vision_embed_batched", "it takes no images")
         return []

@@ -17,27 +17,42 @@ from gpu_runtime.streams import StreamLike
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.staging import Ring
 from metrale.ops.linear import scratch_bytes
+from metrale.ops.sample import COUNT_COLUMNS, SETTING_COLUMNS
 
 CROSS_KV_ROWS: Final = 2048
 """Source tokens whose cross-attention keys and values, of all layers, are computed in one product."""
 
-ENCODER_COLUMNS: Final = {"spans": "u64", "ids": "i32", "positions": "i32", "offsets": "i32"}
-DECODER_COLUMNS: Final = {
-    "self_spans": "u64",
-    "cross_spans": "u64",
-    "ids": "i32",
-    "positions": "i32",
-    "self_lengths": "i32",
-    "cross_lengths": "i32",
-}
+Columns = Mapping[str, tuple[str, int]]
+"""The columns of a table by name: their element type, and the elements of a row."""
 
+ENCODER_COLUMNS: Final[Columns] = {
+    "spans": ("u64", 1),
+    "ids": ("i32", 1),
+    "positions": ("i32", 1),
+    "offsets": ("i32", 1),
+}
+DECODER_COLUMNS: Final[Columns] = {
+    "self_spans": ("u64", 1),
+    "cross_spans": ("u64", 1),
+    "ids": ("i32", 1),
+    "cells": ("i32", 1),
+    "positions": ("i32", 1),
+    "self_lengths": ("i32", 1),
+    "cross_lengths": ("i32", 1),
+}
+FEED_COLUMNS: Final[Columns] = {
+    "seeds": ("u64", 1),
+    "counts": ("i32", len(COUNT_COLUMNS)),
+    "settings": ("f32", len(SETTING_COLUMNS)),
+}
+"""The parameters of the op ``sample``."""
 
 UPLOADS_AHEAD: Final = 4
 """Passes of one side that the host may enqueue before the device has begun the first of them."""
 
 
 class Table:
-    """Columns of one value per row, kept on the device and filled by one copy a pass.
+    """Columns of values for each row, kept on the device and filled by one copy a pass.
 
     The values go through page-locked memory: an asynchronous copy from other memory is staged by the driver, which
     takes longer, and past some size waits for the work before it.
@@ -47,20 +62,19 @@ class Table:
     gpu : GpuBackend
     base : DevicePtr
         Device memory with the places of `table_layout`.
-    columns : mapping of str to str
-        Element type of each column.
+    columns : mapping
     rows : int
         Most rows of a column.
     """
 
-    def __init__(self, gpu: GpuBackend, base: DevicePtr, columns: Mapping[str, str], rows: int) -> None:
+    def __init__(self, gpu: GpuBackend, base: DevicePtr, columns: Columns, rows: int) -> None:
         layout = table_layout(columns, rows)
         self._base = base
         self._places = {name: base.offset(start) for name, start in layout.offsets.items()}
         self._ring = Ring(gpu, layout.nbytes, UPLOADS_AHEAD)
         self._columns = [
             {
-                name: slot[start : start + rows * dtypes.itemsize(columns[name])].view(dtypes.NUMPY[columns[name]])
+                name: slot[start : start + _column_bytes(columns[name], rows)].view(dtypes.NUMPY[columns[name][0]])
                 for name, start in layout.offsets.items()
             }
             for slot in self._ring.slots
@@ -69,9 +83,10 @@ class Table:
     def upload(self, stream: StreamLike, **values: NDArray[Any] | list[int]) -> Mapping[str, DevicePtr]:
         """Enqueue one copy of all columns and return each column's address, which is always the same.
 
-        Work that reads what the table held before must come before this on ``stream``. The host waits only when it is
-        `UPLOADS_AHEAD` uploads ahead of the device. Whole columns are copied, whatever the number of values: that takes
-        hardly longer, and makes equal launches of passes that differ only in what their tables hold.
+        A column of several elements a row comes as a flat array. Work that reads what the table held before must come
+        before this on ``stream``. The host waits only when it is `UPLOADS_AHEAD` uploads ahead of the device. Whole
+        columns are copied, whatever the number of values: that takes hardly longer, and makes equal launches of passes
+        that differ only in what their tables hold.
         """
         for name, column in self._columns[self._ring.take()].items():
             column[: len(values[name])] = values[name]
@@ -79,54 +94,85 @@ class Table:
         return self._places
 
     def free(self) -> None:
-        """Free the page-locked memory, from which all copies must be done; the device memory is not the table's."""
+        """Free the page-locked memory; the device memory is not the table's."""
         self._columns.clear()
         self._ring.free()
 
 
-def table_layout(columns: Mapping[str, str], rows: int) -> Layout:
+def table_layout(columns: Columns, rows: int) -> Layout:
     """Return the places of a table's columns, of ``rows`` rows each."""
     layout = Layout()
-    for name, kind in columns.items():
-        layout.add(name, rows * dtypes.itemsize(kind))
+    for name, column in columns.items():
+        layout.add(name, _column_bytes(column, rows))
     return layout
+
+
+def _column_bytes(column: tuple[str, int], rows: int) -> int:
+    kind, width = column
+    return rows * width * dtypes.itemsize(kind)
 
 
 def workspace_layout(shape: ModelShape) -> Layout:
     """Return the places of all activations and tables.
 
     Each side has ``x`` (the residual stream), ``h`` (what a norm or an attention hands on) and ``wide`` (q, k and v, or
-    the inside of the feed-forward block). The encoder's ``wide`` also takes the cross-attention keys and values.
+    the inside of the feed-forward block). The encoder's ``wide`` also takes the cross-attention keys and values. The
+    sides of a prefill, ``encoder`` and ``prefix``, share nothing with ``decoder``, so that both can run at once.
     """
     config, limits, layout = shape.config, shape.limits, Layout()
     d, tokens = config.d_model, limits.encoder_tokens
     wide = max(tokens * max(3 * d, config.encoder_ffn_dim), min(tokens, CROSS_KV_ROWS) * shape.kv_width)
-    for name, elements in (
-        ("encoder.x", tokens * d),
-        ("encoder.h", tokens * d),
-        ("encoder.wide", wide),
-        ("decoder.x", shape.decoder_rows * d),
-        ("decoder.h", shape.decoder_rows * d),
-        ("decoder.wide", shape.decoder_rows * max(3 * d, config.decoder_ffn_dim)),
-        ("decoder.hidden", shape.decoder_rows * d),
-    ):
+    for name, elements in (("encoder.x", tokens * d), ("encoder.h", tokens * d), ("encoder.wide", wide)):
         layout.add(name, elements * shape.itemsize)
+    for side, rows in (("prefix", shape.prefix_rows), ("decoder", limits.max_batch)):
+        for name, width in (("x", d), ("h", d), ("wide", max(3 * d, config.decoder_ffn_dim)), ("hidden", d)):
+            layout.add(f"{side}.{name}", rows * width * shape.itemsize)
+        layout.add(f"{side}.table", table_layout(DECODER_COLUMNS, rows).nbytes)
+    if shape.spare_rows:
+        layout.add("decoder.spare", shape.spare_rows * shape.position_bytes)
     layout.add("encoder.table", table_layout(ENCODER_COLUMNS, tokens + 1).nbytes)
-    layout.add("decoder.table", table_layout(DECODER_COLUMNS, shape.decoder_rows).nbytes)
     layout.add("argmax", 2 * shape.logits_rows * dtypes.itemsize("i32"))
-    layout.add("gemm", gemm_bytes(shape))
+    _add_feed(shape, layout)
+    for name, size in gemm_bytes(shape).items():
+        layout.add(f"{name}.gemm", size)
     return layout
 
 
-def gemm_bytes(shape: ModelShape) -> int:
-    """Return the workspace of the products: what suits the device, and at least what no product can do without.
+def _add_feed(shape: ModelShape, layout: Layout) -> None:
+    """Add what the token feed works with."""
+    for name, size in feed_state(shape).items():
+        layout.add(name, size)
+    layout.add("feed.results", 3 * shape.logits_rows * dtypes.itemsize("i32"))
+    layout.add("feed.table", table_layout(FEED_COLUMNS, shape.logits_rows).nbytes)
+
+
+def feed_state(shape: ModelShape) -> Mapping[str, int]:
+    """Return the bytes of what the token feed keeps: ids to be fed, ids of each slot so far, ids forbidden to it."""
+    slots, word = shape.limits.max_batch, dtypes.itemsize("i32")
+    return {
+        "feed.cells": shape.feed_cells * word,
+        "feed.history": slots * shape.limits.target_positions * word,
+        "feed.bans": slots * 2 * shape.ban_words * word,
+    }
+
+
+def gemm_bytes(shape: ModelShape) -> Mapping[str, int]:
+    """Return the workspace of each side's products: what suits the device, and at least what they cannot do without.
 
     Only the first product of a feed-forward block ends in an activation, which is what some need scratch memory for.
+    The two sides of a prefill take turns with one.
     """
-    config = shape.config
-    sides = (shape.limits.encoder_tokens, config.encoder_ffn_dim), (shape.decoder_rows, config.decoder_ffn_dim)
-    needs = (scratch_bytes(rows, n, config.d_model, shape.dtype, config.activation_function) for rows, n in sides)
-    return max(shape.gemm_workspace_bytes, *needs)
+    config, limits = shape.config, shape.limits
+
+    def least(rows: int, n: int) -> int:
+        return scratch_bytes(rows, n, config.d_model, shape.dtype, config.activation_function)
+
+    prefill = max(
+        least(limits.encoder_tokens, config.encoder_ffn_dim), least(shape.prefix_rows, config.decoder_ffn_dim)
+    )
+    step = least(limits.max_batch, config.decoder_ffn_dim)
+    needs = {"prefill": prefill, "decoder": step}
+    return {name: max(shape.gemm_workspace_bytes, need) for name, need in needs.items()}
 
 
 class GemmSpace(NamedTuple):
@@ -149,19 +195,30 @@ class Workspace:
         with ExitStack() as undo:
             self.arena = Arena(gpu, workspace_layout(shape), tag="workspace")
             undo.callback(self.arena.free)
-            self.encoder_table = Table(
-                gpu, self.arena["encoder.table"], ENCODER_COLUMNS, shape.limits.encoder_tokens + 1
-            )
-            undo.callback(self.encoder_table.free)
-            self.decoder_table = Table(gpu, self.arena["decoder.table"], DECODER_COLUMNS, shape.decoder_rows)
-            undo.callback(self.decoder_table.free)
+
+            def table(name: str, columns: Columns, rows: int) -> Table:
+                made = Table(gpu, self.arena[f"{name}.table"], columns, rows)
+                undo.callback(made.free)
+                return made
+
+            limits = shape.limits
+            self.tables: Final = {
+                "encoder": table("encoder", ENCODER_COLUMNS, limits.encoder_tokens + 1),
+                "prefix": table("prefix", DECODER_COLUMNS, shape.prefix_rows),
+                "decoder": table("decoder", DECODER_COLUMNS, limits.max_batch),
+                "feed": table("feed", FEED_COLUMNS, shape.logits_rows),
+            }
             self._teardown = undo.pop_all()
-        size = gemm_bytes(shape)
-        self.gemm: Final = GemmSpace(self.arena["gemm"] if size else DevicePtr.NULL, size)
+        sizes = gemm_bytes(shape)
+        spaces = {
+            name: GemmSpace(self.arena[f"{name}.gemm"] if size else DevicePtr.NULL, size)
+            for name, size in sizes.items()
+        }
+        self.gemm: Final = {"encoder": spaces["prefill"], "prefix": spaces["prefill"], "decoder": spaces["decoder"]}
 
     def __getitem__(self, name: str) -> DevicePtr:
         return self.arena[name]
 
     def free(self) -> None:
-        """Free everything; the work that uses it must be done. Calling it again does nothing."""
+        """Free everything. Work that is enqueued may still use it. Calling it again does nothing."""
         self._teardown.close()

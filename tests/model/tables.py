@@ -33,6 +33,7 @@ from metrale.model import (
     ModelVision,
     PrefillSlice,
     RowMask,
+    SamplingParams,
     SequenceState,
     VerifyBatchedOpts,
 )
@@ -99,11 +100,14 @@ DECODE_CALL = ("decode_batch", [9], [SEQ], STREAM)
 VERIFY_ARGS = ([1, 2], SEQ, STREAM)
 VERIFY_CALLS = (("decode_verify", *VERIFY_ARGS),)
 IDS = np.zeros(1, np.int32)
+CHOSEN = np.zeros((3, 1), np.int32)
 PINNED = PinnedMemory(0x10, 4, np.zeros(4, np.uint8))
 
 DEFAULTS = [
     Row(ModelStreams, "default_stream", (), 0),
+    Row(ModelStreams, "runs_ahead", (), False),
     Row(ModelStreams, "create_stream", (), 0),
+    Row(ModelStreams, "destroy_stream", (STREAM,)),
     Row(ModelStreams, "create_event", (), 0),
     Row(ModelStreams, "record_event", (3, STREAM)),
     Row(ModelStreams, "stream_wait_event", (STREAM, 3)),
@@ -113,6 +117,9 @@ DEFAULTS = [
     Row(ModelLifecycle, "alloc_sequence_for", (100,), SEQ, (("alloc_sequence",),)),
     Row(ModelLifecycle, "save_sequence_state", (SEQ, io.BytesIO()), REFUSES),
     Row(ModelLifecycle, "restore_sequence_state", (SEQ, 1, io.BytesIO()), REFUSES),
+    Row(ModelLifecycle, "capacity", (), REFUSES),
+    Row(ModelLifecycle, "device_bytes", (), None),
+    Row(ModelLifecycle, "kv_usage", (), None),
     Row(ModelLifecycle, "num_free_blocks", (), 0),
     Row(ModelLifecycle, "num_total_blocks", (), 0),
     Row(ModelLifecycle, "kv_block_bytes", (), 0),
@@ -137,6 +144,7 @@ DEFAULTS = [
         MixedBatchResult(DECODE_ROW, [PREFILLED]),
         (DECODE_CALL, PREFILL_CALL),
     ),
+    Row(ModelForward, "step_rows", (3,), 3),
     Row(ModelForward, "normalize_ssm_states", (SEQ, STREAM)),
     Row(ModelForward, "prefill_twophase", (PROMPT, OTHER, 2, STREAM), PREFILLED, (PREFILL_CALL,)),
     Row(ModelForward, "is_mla", (), False),
@@ -207,6 +215,9 @@ DEFAULTS = [
     Row(ModelDeviceFeed, "supports_device_token_feed", (), False),
     Row(ModelDeviceFeed, "decode_batch_fed", ([FeedSource(token=1)], [SEQ], STREAM), REFUSES),
     Row(ModelDeviceFeed, "argmax_batch_to_feed", (DECODE_ROW, [RowMask()], IDS, 3, STREAM), REFUSES),
+    Row(ModelDeviceFeed, "begin_sampling", (SEQ, SamplingParams(), STREAM), REFUSES),
+    Row(ModelDeviceFeed, "sample_batch_to_feed", (DECODE_ROW, [SEQ], CHOSEN, 3, STREAM), REFUSES),
+    Row(ModelDeviceFeed, "mixed_forward_batch_fed", ([FeedSource(token=1)], [SEQ], [SLICE], STREAM), REFUSES),
     Row(ModelDeviceFeed, "reserve_decode_block", (SEQ,), REFUSES),
     Row(ModelDeviceFeed, "release_decode_blocks", (SEQ, 1), REFUSES),
     Row(ModelDeviceFeed, "fed_step_settled"),

@@ -115,7 +115,7 @@ def test_signatures(trait: type) -> None:
         assert all(p.annotation is not p.empty for p in parameters), name
         assert signature.return_annotation is not signature.empty, name
         for p in parameters:
-            if p.name == "stream" and name != "stream_wait_event":  # there it comes first and cannot have a default
+            if p.name == "stream" and name not in ("stream_wait_event", "destroy_stream"):  # there it must be given
                 assert (p.default, p.annotation) == (0, StreamLike), name
 
 
@@ -267,15 +267,19 @@ def test_beam_request_defaults_and_is_frozen() -> None:
         req.num_beams = 2  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("token", "from_row"), [(None, None), (1, 2), (-1, None), (None, -1)])
-def test_feed_source_is_one_of_a_token_and_a_row(token: int | None, from_row: int | None) -> None:
-    with pytest.raises(InvalidInput, match="one of token and from_row"):
-        FeedSource(token, from_row)
+@pytest.mark.parametrize(
+    ("token", "from_row", "sampled"),
+    [(None, None, False), (1, 2, False), (-1, None, False), (None, -1, False), (1, None, True), (None, 2, True)],
+)
+def test_feed_source_is_one_of_three(token: int | None, from_row: int | None, sampled: bool) -> None:
+    with pytest.raises(InvalidInput, match="one of token, from_row and sampled"):
+        FeedSource(token, from_row, sampled)
 
 
 def test_feed_source_and_row_mask_accept_zero() -> None:
     assert FeedSource(token=0).from_row is None
     assert FeedSource(from_row=0).token is None
+    assert FeedSource(sampled=True).from_row is None
     assert RowMask((0, 2)).banned == (0, 2)
 
 

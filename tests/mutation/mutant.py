@@ -5,8 +5,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 ROOT = Path(__file__).parents[2]
+
+
+class AnyMutant(Protocol):
+    """What the runner needs of a mutant: `Mutant` has it, and others may be made in another way."""
+
+    @property
+    def group(self) -> str: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def tests(self) -> tuple[str, ...]: ...
+    @property
+    def path(self) -> Path: ...
+    def source(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)

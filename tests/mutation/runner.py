@@ -21,7 +21,7 @@ import pytest
 import safetensors  # noqa: F401
 import sentencepiece  # noqa: F401
 
-from tests.mutation.mutant import ROOT, Mutant
+from tests.mutation.mutant import ROOT, AnyMutant
 
 TIMEOUT_S = 120
 NOTICED, MISSED = 1, 0  # pytest's exit codes for failed tests and for none
@@ -30,7 +30,7 @@ NOTICED, MISSED = 1, 0  # pytest's exit codes for failed tests and for none
 class MutatedLoader(importlib.machinery.SourceFileLoader):
     """Loads a mutant's source instead of its file's."""
 
-    def __init__(self, mutant: Mutant) -> None:
+    def __init__(self, mutant: AnyMutant) -> None:
         super().__init__(mutant.module, str(mutant.path))
         self._source = mutant.source()
 
@@ -41,7 +41,7 @@ class MutatedLoader(importlib.machinery.SourceFileLoader):
 class MutatedFinder(importlib.abc.MetaPathFinder):
     """Finds the mutated module before the ordinary finders do."""
 
-    def __init__(self, mutant: Mutant) -> None:
+    def __init__(self, mutant: AnyMutant) -> None:
         self._mutant = mutant
 
     def find_spec(
@@ -56,17 +56,17 @@ class MutatedFinder(importlib.abc.MetaPathFinder):
 class Outcome:
     """How pytest ended: its exit code (negative: the process was killed), seconds, and what it printed."""
 
-    mutant: Mutant | None
+    mutant: AnyMutant | None
     tests: tuple[str, ...]
     code: int
     seconds: float
     output: str
 
 
-def run_all(jobs: Iterable[tuple[Mutant | None, tuple[str, ...]]], workers: int) -> Iterator[Outcome]:
+def run_all(jobs: Iterable[tuple[AnyMutant | None, tuple[str, ...]]], workers: int) -> Iterator[Outcome]:
     """Run every (mutant or None, pytest arguments), ``workers`` at a time; yield outcomes as they come."""
     waiting = list(jobs)[::-1]
-    running: dict[int, tuple[Mutant | None, tuple[str, ...], float, str]] = {}
+    running: dict[int, tuple[AnyMutant | None, tuple[str, ...], float, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -80,7 +80,7 @@ def run_all(jobs: Iterable[tuple[Mutant | None, tuple[str, ...]]], workers: int)
             yield Outcome(mutant, tests, os.waitstatus_to_exitcode(status), time.monotonic() - start, output)
 
 
-def _fork(mutant: Mutant | None, tests: tuple[str, ...], log: str) -> int:
+def _fork(mutant: AnyMutant | None, tests: tuple[str, ...], log: str) -> int:
     pid = os.fork()
     if pid:
         return pid

@@ -26,15 +26,12 @@ class OrderedBackend(HostBackend):
         waits for by an event, and what the host had waited for.
     host : Nodes
         The pieces that the host has waited for.
-    host_at_free : list of Nodes
-        ``host`` at each `free`.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"check": True, **options})
         self.before: list[Nodes] = []
         self.host: Nodes = 0
-        self.host_at_free: list[Nodes] = []
         self._on_stream: dict[int, Nodes] = {}
         self._at_event: dict[int, Nodes] = {}
 
@@ -63,6 +60,14 @@ class OrderedBackend(HostBackend):
         super().copy_d2h_async(src, dst, stream)
         self._note(stream)
 
+    def copy_d2d_2d_async(self, *args: Any) -> None:
+        super().copy_d2d_2d_async(*args)
+        self._note(args[6])
+
+    def memset_async(self, ptr: int, value: int, nbytes: int, stream: StreamLike = 0) -> None:
+        super().memset_async(ptr, value, nbytes, stream)
+        self._note(stream)
+
     def record_event(self, event: int, stream: StreamLike = 0) -> None:
         super().record_event(event, stream)
         self._at_event[event] = self._on_stream.get(self._key(stream), 0)
@@ -83,10 +88,6 @@ class OrderedBackend(HostBackend):
     def copy_d2h_on_stream(self, src: int, dst: Any, stream: StreamLike = 0) -> None:
         super().copy_d2h_on_stream(src, dst, stream)
         self.host |= self._on_stream.get(self._key(stream), 0)
-
-    def free(self, ptr: int) -> None:
-        self.host_at_free.append(self.host)
-        super().free(ptr)
 
     @contextmanager
     def noted(self) -> Iterator[list[int]]:

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 import metrale
@@ -18,7 +22,8 @@ from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
-from metrale.model import PrefillSlice, SequenceState
+from metrale.errors import InvalidInput
+from metrale.model import PrefillSlice, RowMask, SequenceState
 from metrale.nllb.model import NllbModel
 from tests.reference.nllb_float64 import NllbFloat64
 
@@ -167,6 +172,26 @@ def arena(model: NllbModel) -> NDArray[Any]:
     return read(model.gpu, model.logits_buffer_ptr(), rows * width, dtype).reshape(rows, width)
 
 
+def poke(model: NllbModel, row: int, values: dict[int, float]) -> None:
+    """Write single logits of a row by its address."""
+    dtype = dtypes.NUMPY[dtypes.short_name(model.logits_dtype())]
+    for column, value in values.items():
+        at = model.logits_buffer_ptr().offset(row * model.logits_row_bytes() + column * dtype.itemsize)
+        model.gpu.copy_h2d(np.array([value], dtype=dtype), at)
+
+
+def next_row(model: NllbModel, token: int, seq: SequenceState) -> bytes:
+    """Decode one token and return the logits."""
+    return model.copy_logits_to_host(model.decode(token, seq)).tobytes()
+
+
+def saved(model: NllbModel, seq: SequenceState) -> bytes:
+    """Return a sequence as bytes."""
+    writer = io.BytesIO()
+    model.save_sequence_state(seq, writer)
+    return writer.getvalue()
+
+
 def row_index(model: NllbModel, ptr: DevicePtr) -> int:
     """Return which row of the arena ``ptr`` is the address of, by the published row size alone."""
     index, rest = divmod(ptr - model.logits_buffer_ptr(), model.logits_row_bytes())
@@ -174,6 +199,73 @@ def row_index(model: NllbModel, ptr: DevicePtr) -> int:
     return index
 
 
+def changed_rows(before: NDArray[Any], after: NDArray[Any]) -> list[int]:
+    """Return in which rows two states of the arena differ."""
+    return [row for row in range(len(before)) if before[row].tobytes() != after[row].tobytes()]
+
+
 def state(seq: SequenceState) -> tuple[Any, ...]:
     """Return everything that a sequence says of itself."""
     return (seq.slot_idx, list(seq.tokens), seq.seq_len, seq.prompt_len, seq.src_lang_id, seq.tgt_lang_id)
+
+
+@contextmanager
+def results(model: NllbModel, *shape: int) -> Iterator[tuple[NDArray[np.int32], int]]:
+    """Give page-locked memory for what is chosen, full of -77, and an event for it."""
+    memory, event = model.alloc_host_pinned(4 * math.prod(shape)), model.create_event()
+    dst = memory.array.view(np.int32).reshape(shape)
+    dst.fill(-77)
+    yield dst, event
+    model.destroy_event(event)
+    model.free_host_pinned(memory)
+
+
+def to_feed(model: NllbModel, ptr: DevicePtr, masks: Sequence[RowMask], stream: StreamLike = 0) -> list[int]:
+    """Choose greedily into the feed cells, wait, and return the ids."""
+    with results(model, len(masks)) as (dst, event):
+        model.argmax_batch_to_feed(ptr, masks, dst, event, stream)
+        model.event_synchronize(event)
+        ids: list[int] = dst.tolist()
+    return ids
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was sampled for each sequence."""
+
+    ids: list[int]
+    logprobs: NDArray[np.float32]
+    flags: list[int]
+
+
+def sampled(
+    model: NllbModel, ptr: DevicePtr, seqs: Sequence[SequenceState], stream: StreamLike = 0, *, logprobs: bool = False
+) -> Choice:
+    """Sample into the feed cells, wait, and return what was chosen."""
+    with results(model, 3, len(seqs)) as (dst, event):
+        model.sample_batch_to_feed(ptr, seqs, dst, event, stream, logprobs=logprobs)
+        model.event_synchronize(event)
+        return Choice(dst[0].tolist(), dst[1].view(np.float32).copy(), dst[2].tolist())
+
+
+Call: TypeAlias = Callable[[NllbModel, SequenceState, SequenceState], Any]
+
+
+def assert_refused(model: NllbModel, call: Call, argument: str, error: type[Exception] = InvalidInput) -> None:
+    """``call`` is made with a sequence that has decoded a token and one that is new; nothing may come of it."""
+    case = Case([5, 6, 7], 80, 81, [])
+    live, fresh = prefilled(model, case), begin(model, case)
+    model.decode(9, live)
+    before = [state(live), state(fresh)]
+    kv, rows = block(model.gpu, "KV cache"), arena(model).tobytes()
+    with model.gpu.launch_trace() as trace, pytest.raises(error) as refused:
+        call(model, live, fresh)
+    if isinstance(refused.value, InvalidInput):
+        assert refused.value.argument == argument
+    assert argument in str(refused.value)
+    assert not trace
+    assert [state(live), state(fresh)] == before
+    assert (block(model.gpu, "KV cache"), arena(model).tobytes()) == (kv, rows)
+    model.prefill(case.tokens, fresh)
+    model.decode_batch([10, 11], [live, fresh])
+    assert (live.tokens, fresh.tokens) == ([2, 81, 9, 10], [2, 81, 11])

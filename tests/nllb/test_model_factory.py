@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import metrale
@@ -16,7 +17,7 @@ from gpu_runtime.limits import Limits
 from gpu_runtime.op import REGISTRY
 from gpu_runtime.pointer import DevicePtr
 from metrale.errors import CheckpointError, InvalidInput, UnknownLanguage
-from metrale.model import PrefillSlice
+from metrale.model import PrefillSlice, RowMask
 from metrale.nllb.plan import largest_launches
 from tests.nllb.decoding import DEMO
 from tests.reference.tiny import write_tiny
@@ -207,7 +208,10 @@ def test_the_largest_launches_are_those_of_the_specs(tiny_folder: Path) -> None:
     with metrale.load(tiny_folder, Watched(), "float32", source=80, target=81, **limits) as model:
         seqs = [model.alloc_sequence() for _ in range(2)]
         model.prefill_batch_chunk([PrefillSlice.whole(list(range(40, 46)), seq) for seq in seqs])
-        model.argmax_rows(model.decode_batch([9, 9], seqs), 4)
+        base = model.decode_batch([9, 9], seqs)
+        model.argmax_rows(base, 4)
+        model.argmax_batch_to_feed(base, [RowMask((3,))] * 4, np.empty(4, np.int32), model.create_event())
+        model.synchronize()
         planned: dict[str, dict[str, int]] = {}
         for _, op, dims in largest_launches(model.shape):
             assert list(dims) == list(op.spec.dims([0] * len(op.spec.args)))

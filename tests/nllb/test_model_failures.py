@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -115,6 +116,8 @@ def test_a_failed_second_prefill_empties_the_sequence(model: NllbModel, fault: F
     assert state(seq) == (0, [], 0, 0, 80, 81)
     with pytest.raises(SequenceError, match="has not been prefilled"):
         model.decode_batch([9, 9], [neighbour, seq])
+    with pytest.raises(SequenceError, match="has not been prefilled"):
+        model.save_sequence_state(seq, io.BytesIO())
     model.decode(9, neighbour)
     model.prefill(ONE.tokens, seq)
     assert state(seq) == (0, [2, 81], 2, 2, 80, 81)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError, OutOfMemory
 from gpu_runtime.faults import Budget, FailCall
 from metrale.errors import SequenceError
-from metrale.model import PrefillSlice
+from metrale.model import GREEDY, FeedSource, PrefillSlice, RowMask
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.limits import ModelShape, ServingLimits
 from metrale.nllb.model import NllbModel
@@ -203,19 +204,28 @@ def test_every_region_of_the_workspace_holds_what_a_pass_writes_there(
     layout = workspace_layout(shape)
     ends = [*list(layout.offsets.values())[1:], layout.nbytes]
     size = {name: end - at for (name, at), end in zip(layout.offsets.items(), ends, strict=True)}
-    item, rows = (4 if dtype == "f32" else 2), 128
+    item, rows, lanes = (4 if dtype == "f32" else 2), 128, 64
     cross = min(tokens, 2048) * 12 * 2 * 32
     assert size["encoder.wide"] >= item * max(tokens * 3 * 32, tokens * encoder_ffn, cross)
-    assert size["decoder.wide"] >= item * max(rows * 3 * 32, rows * decoder_ffn)
-    for side, count in (("encoder", tokens), ("decoder", rows)):
+    for side, count in (("prefix", rows), ("decoder", lanes)):
+        assert size[f"{side}.wide"] >= item * max(count * 3 * 32, count * decoder_ffn)
+        assert size[f"{side}.hidden"] >= item * count * 32
+        assert size[f"{side}.table"] >= count * (8 + 8 + 4 + 4 + 4 + 4 + 4)
+    for side, count in (("encoder", tokens), ("prefix", rows), ("decoder", lanes)):
         assert min(size[f"{side}.x"], size[f"{side}.h"]) >= item * count * 32
-    assert size["decoder.hidden"] >= item * rows * 32
     assert size["encoder.table"] >= tokens * (8 + 4 + 4) + (tokens + 1) * 4
-    assert size["decoder.table"] >= rows * (8 + 8 + 4 + 4 + 4 + 4)
     assert size["argmax"] >= 2 * rows * 4
-    assert size["gemm"] == 0
+    assert size["feed.cells"] >= (rows + lanes) * 4
+    assert size["feed.history"] >= lanes * 9 * 4
+    assert size["feed.bans"] >= lanes * 2 * 4 * 4  # 97 ids are four words of bits
+    assert size["feed.results"] >= 3 * rows * 4
+    assert size["feed.table"] >= rows * (8 + 8 * 4 + 4 * 4)
+    assert size["prefill.gemm"] == size["decoder.gemm"] == 0
+    assert "decoder.spare" not in size
     wanting = ModelShape(config, 97, dtype, ServingLimits(64, 40, 8, tokens), 12345)
-    assert workspace_layout(wanting).nbytes - layout.nbytes == 12544  # the next multiple of 256
+    assert workspace_layout(wanting).nbytes - layout.nbytes == 2 * 12544  # the next multiple of 256, for either side
+    padded = ModelShape(config, 97, dtype, ServingLimits(64, 40, 8, tokens), pad_batches=True)
+    assert workspace_layout(padded).nbytes - layout.nbytes == 15 * 12 * 2 * 32 * item  # 33 lanes are padded to 48
 
 
 def test_a_closed_model_refuses_calls(make_tiny: MakeModel) -> None:
@@ -231,6 +241,15 @@ def test_a_closed_model_refuses_calls(make_tiny: MakeModel) -> None:
         lambda: model.prefill_batch_chunk_rows([], 0, 1),
         lambda: model.decode(9, seq),
         lambda: model.decode_batch([9], [seq]),
+        lambda: model.mixed_forward([9], [seq], [], seq, 0, 0, True),
+        lambda: model.mixed_forward_batch([9], [seq], []),
+        lambda: model.mixed_forward_batch_fed([FeedSource(9)], [seq], []),
+        lambda: model.decode_batch_fed([FeedSource(9)], [seq]),
+        lambda: model.argmax_batch_to_feed(ptr, [RowMask()], np.zeros(1, np.int32), 0),
+        lambda: model.sample_batch_to_feed(ptr, [seq], np.zeros((3, 1), np.int32), 0),
+        lambda: model.begin_sampling(seq, GREEDY),
+        lambda: model.save_sequence_state(seq, io.BytesIO()),
+        lambda: model.restore_sequence_state(seq, 0, io.BytesIO()),
         lambda: model.compact_sequence(seq, 1),
         lambda: model.copy_logits_to_host(ptr),
         lambda: model.argmax_on_device(ptr),

@@ -11,23 +11,14 @@ import pytest
 from safetensors.numpy import save_file
 
 import metrale
-from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend
 from metrale.errors import InvalidInput, NonFiniteLogits
 from metrale.nllb.model import NllbModel
 from tests.nllb.conftest import MakeModel
-from tests.nllb.decoding import Case, arena, begin, prefilled
+from tests.nllb.decoding import Case, arena, begin, poke, prefilled
 from tests.reference.tiny import tiny_config, tiny_tensors, write_tiny
 
 CASES = [Case([5, 6, 7], 80, 81, []), Case([30, 31], 82, 83, []), Case([], 84, 85, [])]
-
-
-def poke(model: NllbModel, row: int, values: dict[int, float]) -> None:
-    """Write single logits of a row by its address."""
-    dtype = dtypes.NUMPY[dtypes.short_name(model.logits_dtype())]
-    for column, value in values.items():
-        at = model.logits_buffer_ptr().offset(row * model.logits_row_bytes() + column * dtype.itemsize)
-        model.gpu.copy_h2d(np.array([value], dtype=dtype), at)
 
 
 @pytest.fixture(params=["float32", "float16", "bfloat16"])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from metrale.model import PrefillSlice, SequenceState
 from metrale.nllb.model import NllbModel
 from tests.backends import host_only
 from tests.nllb.conftest import MakeModel
-from tests.nllb.decoding import Case, arena, begin, block, prefilled, state
+from tests.nllb.decoding import Call, Case, assert_refused, begin, prefilled
 
 VOCAB = 97
 ONE = Case([5, 6, 7], 80, 81, [])
@@ -26,28 +25,6 @@ NO_SEQUENCES: list[Any] = ["567", b"567", 5, None, 5.0]
 
 def shown(value: Any) -> str:
     return repr(value)
-
-
-Call = Callable[[NllbModel, SequenceState, SequenceState], Any]
-
-
-def assert_refused(model: NllbModel, call: Call, argument: str, error: type[Exception] = InvalidInput) -> None:
-    """``call`` is made with a sequence that has decoded a token and one that is new."""
-    live, fresh = prefilled(model, ONE), begin(model, ONE)
-    model.decode(9, live)
-    before = [state(live), state(fresh)]
-    kv, rows = block(model.gpu, "KV cache"), arena(model).tobytes()
-    with model.gpu.launch_trace() as trace, pytest.raises(error) as refused:
-        call(model, live, fresh)
-    if isinstance(refused.value, InvalidInput):
-        assert refused.value.argument == argument
-    assert argument in str(refused.value)
-    assert not trace
-    assert [state(live), state(fresh)] == before
-    assert (block(model.gpu, "KV cache"), arena(model).tobytes()) == (kv, rows)
-    model.prefill(ONE.tokens, fresh)
-    model.decode_batch([10, 11], [live, fresh])
-    assert (live.tokens, fresh.tokens) == ([2, 81, 9, 10], [2, 81, 11])
 
 
 @pytest.mark.parametrize("wrong", WRONG_IDS, ids=shown)

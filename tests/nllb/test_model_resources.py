@@ -58,20 +58,29 @@ def test_every_product_gets_the_workspace(tmp_path: Path, activation: str, dtype
         assert gpu.live_bytes() == plan.total
         longest = list(range(40, 46))
         seqs = [begin(model, ONE) for _ in range(2)]
-        model.prefill_batch_chunk([PrefillSlice.whole(longest, seq) for seq in seqs])
-        model.decode_batch([9, 9], seqs)
         needed = dtype == "bfloat16" and activation != "relu"
-        scratch = 16 * 48 * 4 if needed else 0  # source tokens, inner width of the encoder, float32
-        size = max(wanted, scratch)
-        assert gemm_bytes(model.shape) == size
-        ((address, nbytes),) = gpu.given
-        assert nbytes == size
+        # rows, inner width, float32: of the encoder, which has more than the decoder's 4 * 56 for a prefix; of a step
+        scratch = {"prefill": 16 * 48 * 4, "decoder": 2 * 56 * 4} if needed else {"prefill": 0, "decoder": 0}
+        sizes = {side: max(wanted, size) for side, size in scratch.items()}
+        assert gemm_bytes(model.shape) == sizes
         (block,) = (entry for entry in gpu.alloc_report() if entry.tag == "workspace")
-        assert (address == 0) == (size == 0)
-        assert not size or block.ptr <= address <= address + size <= block.ptr + block.nbytes
+        ends = []
+        for side, size in sizes.items():
+            gpu.given.clear()
+            if side == "prefill":
+                model.prefill_batch_chunk([PrefillSlice.whole(longest, seq) for seq in seqs])
+            else:
+                model.decode_batch([9, 9], seqs)
+            ((address, nbytes),) = gpu.given
+            assert nbytes == size
+            assert (address == 0) == (size == 0)
+            assert not size or block.ptr <= address <= address + size <= block.ptr + block.nbytes
+            ends += [(address, address + size)] if size else []
+        # a step may run beside a prefill: the two share nothing
+        assert not ends or ends[0][1] <= ends[1][0] or ends[1][1] <= ends[0][0]
         least = metrale.memory_plan(folder, HostBackend(), "float32", **SMALL).workspace
         if dtype == "float32":
-            assert plan.workspace - least == -(-wanted // 256) * 256
+            assert plan.workspace - least == 2 * -(-wanted // 256) * 256
         model.close()
         assert not gpu.live_bytes()
 
@@ -116,21 +125,33 @@ class Counting(HostBackend):
 
 @host_only
 def test_closing_leaves_no_event_stream_or_pinned_memory(make_tiny: MakeModel) -> None:
-    """While the model lives it has an event a row, one for the latest forward, and its tables' slots; no stream."""
+    """While the model lives it has an event for each of its three turns, and the slots of its four tables and of what
+    is told of how ids are chosen; no stream."""
     gpu = Counting()
     model = make_tiny(gpu)
-    assert (gpu.count("event"), gpu.count("stream"), gpu.count("pinned")) == (8 + 1 + 2 * UPLOADS_AHEAD, 0, 2)
+    rings = 4 + 2
+    assert (gpu.count("event"), gpu.count("stream"), gpu.count("pinned")) == (3 + rings * UPLOADS_AHEAD, 0, rings)
     before = set(gpu.live)
-    prefilled(model, ONE)
+    model.decode(9, prefilled(model, ONE))
     assert gpu.live == before
     model.close()
     assert not gpu.live
 
 
 class Breakable(Counting):
-    """A device on which work may go wrong: waiting for it then raises."""
+    """A device on which work may go wrong: waiting for it then raises, as does giving back what it uses."""
 
     broken = False
+
+    def destroy_event(self, event: int) -> None:
+        super().destroy_event(event)
+        if self.broken:
+            raise DeviceError("destroy_event: failed as asked")
+
+    def free(self, ptr: int) -> None:
+        super().free(ptr)
+        if self.broken:
+            raise DeviceError("free: failed as asked")
 
     def event_synchronize(self, event: int) -> None:
         if self.broken:

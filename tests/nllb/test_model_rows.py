@@ -12,14 +12,21 @@ from metrale.errors import InvalidInput, NotSupported
 from metrale.model import MixedBatchResult, MixedForwardResult, PrefillSlice
 from metrale.nllb.model import NllbModel
 from tests.nllb.conftest import MakeModel
-from tests.nllb.decoding import Case, arena, begin, block, company, prefilled, relative, row_index, state
+from tests.nllb.decoding import (
+    Case,
+    arena,
+    begin,
+    block,
+    changed_rows,
+    company,
+    prefilled,
+    relative,
+    row_index,
+    state,
+)
 
 ONE = Case([5, 6, 7], 80, 81, [])
 TWO = Case([30], 82, 83, [])
-
-
-def changed_rows(before: np.ndarray, after: np.ndarray) -> list[int]:
-    return [row for row in range(len(before)) if before[row].tobytes() != after[row].tobytes()]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What an NLLB model holds, and its beginning and end."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Final, Self
+
+from gpu_runtime.backend import GpuBackend
+from metrale.checkpoint import Checkpoint
+from metrale.errors import SequenceError
+from metrale.nllb.admission import Admission, Languages
+from metrale.nllb.device_weights import load_weights
+from metrale.nllb.feed import TokenFeed
+from metrale.nllb.kv import KvPool
+from metrale.nllb.limits import ModelShape
+from metrale.nllb.logits import LogitsRows
+from metrale.nllb.passes import Passes
+from metrale.nllb.plan import MemoryPlan, check_launches, check_memory, plan_memory
+from metrale.nllb.sequences import SequenceTable
+from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.nllb.turns import Turn
+from metrale.nllb.unsupported import TranslationOnly
+from metrale.nllb.weights import WeightMap
+from metrale.nllb.workspace import Workspace
+
+
+class NllbCore(TranslationOnly):
+    """The parts of a model and the lock that serves its callers one at a time. `NllbModel` has the parameters."""
+
+    def __init__(
+        self,
+        gpu: GpuBackend,
+        shape: ModelShape,
+        checkpoint: Checkpoint,
+        weights: WeightMap,
+        *,
+        languages: Languages | None = None,
+        tokenizer: NllbTokenizer | None = None,
+        owns_gpu: bool = False,
+    ) -> None:
+        self.shape: Final = shape
+        self.config: Final = shape.config
+        self.gpu: Final = gpu
+        self.tokenizer: Final = tokenizer
+        self.languages: Final = languages or Languages()
+        self._lock = threading.RLock()
+        with ExitStack() as undo:
+            if owns_gpu:
+                undo.callback(gpu.close)
+            check_memory(gpu, plan_memory(shape))
+            check_launches(gpu, shape, checkpoint.path)
+            params = load_weights(gpu, shape, checkpoint, weights)
+            undo.callback(params.arena.free)
+            self._pool = KvPool(gpu, shape.kv_bytes, shape.position_bytes)
+            undo.callback(self._pool.free)
+            space = Workspace(gpu, shape)
+            undo.callback(space.free)
+            turns = []
+            for _ in range(3):
+                turns.append(Turn(gpu))
+                undo.callback(turns[-1].free)
+            decoding, prefilling, feeding = turns
+            self._logits = LogitsRows(gpu, shape, space["argmax"], prefilling)
+            undo.callback(self._logits.free)
+            self._passes = Passes(gpu, shape, params, space, self._logits, decoding, prefilling, feeding)
+            self._feed = TokenFeed(gpu, shape, space, self._logits, self._passes)
+            undo.callback(self._feed.free)
+            self._teardown: ExitStack | None = undo.pop_all()  # runs newest first
+        self._table = SequenceTable(self._pool, shape.limits.max_batch)
+        self._admission = Admission(type(self).__name__, shape, self.languages, self._table)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free everything the model holds, newest first; work that is enqueued may still use it.
+
+        Calling it again does nothing.
+        """
+        with self._lock:
+            teardown, self._teardown = self._teardown, None
+            if teardown is not None:
+                teardown.close()
+
+    def teardown(self) -> None:
+        self.close()
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        return self._lock
+
+    def bind_gpu_to_thread(self) -> None:
+        self.gpu.bind_to_thread()
+
+    def memory_plan(self) -> MemoryPlan:
+        """Return the device memory that the model holds."""
+        return plan_memory(self.shape)
+
+    def _check_open(self) -> None:
+        if self._teardown is None:
+            raise SequenceError("the model is closed")

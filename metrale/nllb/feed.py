@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The token feed: ids that are chosen on the device and taken in by the next step there, without the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_runtime import dtypes
+from gpu_runtime.backend import GpuBackend
+from gpu_runtime.streams import StreamLike
+from metrale.errors import InvalidInput
+from metrale.model import GREEDY, FeedSource, RowMask, SamplingParams, SequenceState
+from metrale.nllb.checks import integer, token_id
+from metrale.nllb.limits import ModelShape
+from metrale.nllb.logits import LogitsRows
+from metrale.nllb.passes import Passes
+from metrale.nllb.staging import Ring
+from metrale.nllb.workspace import Workspace, feed_state
+from metrale.ops.sample import BANNED, COUNT_COLUMNS, KEEP, LOGPROB, SETTING_COLUMNS, SUPPRESS, sample
+
+_UPLOADS_AHEAD: Final = 4
+_LENGTH, _NGRAM, _MODE, _MASK, _CELL = map(COUNT_COLUMNS.index, ("length", "ngram", "mode", "mask0", "cell"))
+_PENALTY: Final = SETTING_COLUMNS.index("penalty")
+
+
+class TokenFeed:
+    """Cells with the ids to be fed, and per slot: how ids are chosen, which ones came before, which are forbidden.
+
+    There is a cell for each logits row, for `argmax`, and one for each slot, for `sample`: the latter go with the
+    sequence, so that callers who share a model do not meet in them.
+
+    Parameters
+    ----------
+    gpu : GpuBackend
+    shape : ModelShape
+    space : Workspace
+    logits : LogitsRows
+    passes : Passes
+        Whose feeding turn orders this.
+    """
+
+    def __init__(
+        self, gpu: GpuBackend, shape: ModelShape, space: Workspace, logits: LogitsRows, passes: Passes
+    ) -> None:
+        self._gpu = gpu
+        self._shape = shape
+        self._space = space
+        self._logits = logits
+        self._passes = passes
+        slots = shape.limits.max_batch
+        self._capacity = shape.limits.target_positions
+        self._greedy_rows = 0  # rows of the last argmax
+        self._owners: dict[int, tuple[SequenceState, SamplingParams]] = {}
+        self._sampled: dict[int, SequenceState] = {}
+        self._counts = np.zeros((slots, len(COUNT_COLUMNS)), dtype=np.int32)
+        self._settings = np.zeros((slots, len(SETTING_COLUMNS)), dtype=np.float32)
+        self._seeds = np.zeros(slots, dtype=np.uint64)
+        with ExitStack() as undo:
+            for name, size in feed_state(shape).items():
+                gpu.memset(space[name], 0, size)
+            self._ban_ring = Ring(gpu, 2 * shape.ban_words * 4, _UPLOADS_AHEAD)
+            undo.callback(self._ban_ring.free)
+            self._history_ring = Ring(gpu, self._capacity * 4, _UPLOADS_AHEAD)
+            undo.callback(self._history_ring.free)
+            self._teardown = undo.pop_all()
+
+    def free(self) -> None:
+        """Free what is not the workspace's. Work that is enqueued may still use it."""
+        self._teardown.close()
+
+    # cells
+
+    def cell(self, source: FeedSource, seq: SequenceState, argument: str) -> int:
+        """Return the cell that a source stands for; -1 for a token of its own.
+
+        Raises
+        ------
+        InvalidInput
+            When no id has been chosen for it.
+        """
+        if not isinstance(source, FeedSource):
+            raise InvalidInput(argument, "a FeedSource", source)
+        if source.token is not None:
+            token_id(f"{argument}.token", source.token, self._shape.vocab)
+            return -1
+        if source.from_row is not None:
+            expected = f"a row of the last argmax_batch_to_feed, which had {self._greedy_rows}"
+            return integer(f"{argument}.from_row", source.from_row, 0, self._greedy_rows - 1, expected)
+        if self._sampled.get(seq.slot_idx) is not seq:
+            raise InvalidInput(argument, "a sequence for which sample_batch_to_feed has chosen an id", "sampled=True")
+        return self._shape.logits_rows + seq.slot_idx
+
+    # how ids are chosen
+
+    def begin(self, seq: SequenceState, params: SamplingParams, stream: StreamLike) -> None:
+        """Set how the ids of a prefilled sequence are chosen, and tell the device what it must know for that."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidInput("params", "a SamplingParams", params)
+        for name in ("banned_ids", "eos_ids"):
+            for index, token in enumerate(getattr(params, name)):
+                token_id(f"{name}[{index}]", token, self._shape.vocab)
+        banned, suppressed = bool(params.banned_ids), params.suppresses_eos
+        self._passes.refuse_capture(stream)
+        with self._passes.feeding.use(stream):
+            if banned or suppressed:
+                self._send_bans(params, seq.slot_idx, stream)
+            if params.needs_history:
+                self._send_history(seq, stream)
+        self._set(seq, seq.slot_idx, params)
+
+    def _set(self, seq: SequenceState, slot: int, params: SamplingParams) -> None:
+        mode = (BANNED if params.banned_ids else 0) | (KEEP if params.needs_history else 0)
+        top_k = min(params.top_k, self._shape.vocab)
+        self._counts[slot] = (slot, 0, top_k, params.no_repeat_ngram_size, mode, -1, -1, self._shape.logits_rows + slot)
+        self._settings[slot] = (params.temperature, params.top_p, params.min_p, params.repetition_penalty)
+        self._seeds[slot] = params.seed
+        self._owners[slot] = (seq, params)
+        self._sampled.pop(slot, None)
+
+    def _send_bans(self, params: SamplingParams, slot: int, stream: StreamLike) -> None:
+        words = self._shape.ban_words
+        planes = self._ban_ring.slots[self._ban_ring.take()].view(np.uint32).reshape(2, words)
+        planes.fill(0)
+        for plane, ids in zip(planes, (params.banned_ids, params.eos_ids), strict=True):
+            tokens = np.array(ids, dtype=np.uint32)
+            np.bitwise_or.at(plane, tokens // 32, np.uint32(1) << tokens % 32)
+        self._ban_ring.send(self._space["feed.bans"].offset(slot * planes.nbytes), stream)
+
+    def _send_history(self, seq: SequenceState, stream: StreamLike) -> None:
+        history = self._history_ring.slots[self._history_ring.take()].view(np.int32)
+        history[: len(seq.tokens)] = seq.tokens
+        history[len(seq.tokens) :] = 0
+        self._history_ring.send(self._space["feed.history"].offset(seq.slot_idx * history.nbytes), stream)
+
+    def move(self, seq: SequenceState, new: int) -> None:
+        """Let what is kept for ``seq`` go ahead of it to slot ``new``."""
+        old = seq.slot_idx
+        owner, params = self._owners.get(old, (None, GREEDY))
+        if owner is not seq:
+            return
+        self._passes.refuse_capture(0)
+        self._passes.decoding.wait(0)  # a step may still read the cell of the new slot's former owner
+        with self._passes.feeding.use(0):
+            for name, size in feed_state(self._shape).items():
+                first = self._shape.logits_rows if name == "feed.cells" else 0
+                item = 4 if name == "feed.cells" else size // self._shape.limits.max_batch
+                base = self._space[name]
+                self._gpu.copy_d2d_async(base.offset((first + old) * item), base.offset((first + new) * item), item)
+        sampled = self._sampled.get(old) is seq
+        self._set(seq, new, params)
+        if sampled:
+            self._sampled[new] = seq
+
+    # choosing
+
+    def sample(
+        self,
+        logits: int,
+        seqs: Sequence[SequenceState],
+        dst: NDArray[Any],
+        event: int,
+        stream: StreamLike,
+        logprobs: bool,
+    ) -> None:
+        """See `metrale.model.ModelDeviceFeed.sample_batch_to_feed`. The sequences have been checked."""
+        self._check_dst(dst, (3, len(seqs)))
+        for seq in seqs:
+            if self._owners.get(seq.slot_idx, (None,))[0] is not seq:
+                self._set(seq, seq.slot_idx, GREEDY)
+        slots = [seq.slot_idx for seq in seqs]
+        lengths = np.array([seq.seq_len for seq in seqs])
+        counts = self._counts[slots]
+        counts[:, _LENGTH] = lengths
+        short = [self._withholds_eos(slot, length) for slot, length in zip(slots, lengths, strict=True)]
+        counts[:, _MODE] |= np.where(short, SUPPRESS, 0) | (LOGPROB if logprobs else 0)
+        self._choose(logits, counts, self._settings[slots], self._seeds[slots], dst, event, stream)
+        for seq in seqs:
+            self._sampled[seq.slot_idx] = seq
+
+    def _withholds_eos(self, slot: int, length: int) -> bool:
+        """Return whether EOS is withheld at this length, of which the start token was not generated."""
+        params = self._owners[slot][1]
+        return params.suppresses_eos and length - 1 < params.min_new_tokens
+
+    def argmax(self, logits: int, masks: Sequence[RowMask], dst: NDArray[Any], event: int, stream: StreamLike) -> None:
+        """See `metrale.model.ModelDeviceFeed.argmax_batch_to_feed`."""
+        self._check_dst(dst, (len(masks),))
+        counts = np.zeros((len(masks), len(COUNT_COLUMNS)), dtype=np.int32)
+        counts[:, _MASK : _MASK + RowMask.MAX_IDS] = -1
+        counts[:, _CELL] = np.arange(len(masks))
+        for index, mask in enumerate(masks):
+            if not isinstance(mask, RowMask):
+                raise InvalidInput(f"masks[{index}]", "a RowMask", mask)
+            for place, token in enumerate(mask.banned):
+                counts[index, _MASK + place] = token_id(f"masks[{index}].banned", token, self._shape.vocab)
+        settings = np.broadcast_to(np.array([0, 1, 0, 1], dtype=np.float32), (len(masks), 4))
+        self._choose(logits, counts, settings, np.zeros(len(masks), dtype=np.uint64), dst, event, stream)
+        self._greedy_rows = len(masks)
+
+    def _choose(
+        self,
+        logits: int,
+        counts: NDArray[Any],
+        settings: NDArray[Any],
+        seeds: NDArray[Any],
+        dst: NDArray[Any],
+        event: int,
+        stream: StreamLike,
+    ) -> None:
+        shape, space, arena = self._shape, self._space, self._logits.arena
+        rows = len(counts)
+        self._logits.index(logits, rows)
+        results = space["feed.results"]
+        adjusted = counts[:, _MODE] & (BANNED | SUPPRESS) | (counts[:, _NGRAM] > 0) | (settings[:, _PENALTY] != 1)
+        passes = self._passes
+        passes.refuse_capture(stream)
+        passes.decoding.wait(stream)
+        passes.prefilling.wait(stream)
+        with passes.feeding.use(stream):
+            table = space.tables["feed"].upload(
+                stream, counts=counts.reshape(-1), settings=settings.reshape(-1), seeds=seeds
+            )
+            sample(
+                self._gpu,
+                logits,
+                table["counts"],
+                table["settings"],
+                table["seeds"],
+                space["feed.bans"],
+                space["feed.history"],
+                space["feed.cells"],
+                results,
+                results.offset(4 * rows),
+                results.offset(8 * rows),
+                rows=rows,
+                vocab=shape.vocab,
+                stride=arena.row_elements,
+                slot_count=shape.limits.max_batch,
+                words=shape.ban_words,
+                capacity=self._capacity,
+                cell_count=shape.feed_cells,
+                adjust=bool(adjusted.any()),
+                dtype=arena.dtype,
+                stream=stream,
+            )
+            self._gpu.copy_d2h_async(results, dst, stream)
+            self._gpu.record_event(event, stream)
+
+    @staticmethod
+    def _check_dst(dst: object, shape: tuple[int, ...]) -> None:
+        itemsize = dtypes.itemsize("i32")
+        if (
+            not isinstance(dst, np.ndarray)
+            or dst.shape != shape
+            or dst.dtype.kind not in "iu"
+            or dst.dtype.itemsize != itemsize
+            or not dst.flags.c_contiguous
+            or not dst.flags.writeable
+        ):
+            got = f"{getattr(dst, 'dtype', type(dst).__name__)} {getattr(dst, 'shape', '')}"
+            raise InvalidInput("dst", f"a writable contiguous array of 32-bit integers of shape {shape}", got)

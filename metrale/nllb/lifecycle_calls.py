@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""A model's calls on sequences: slots, KV, and sequences as bytes."""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+import numpy as np
+
+from metrale.errors import SequenceError
+from metrale.model import Capacity, SequenceState
+from metrale.nllb.admission import FRAME_LEN, PREFIX_LEN
+from metrale.nllb.checks import integer
+from metrale.nllb.core import NllbCore
+from metrale.nllb.swap import SavedSequence
+
+
+class LifecycleCalls(NllbCore):
+    """`metrale.model.ModelLifecycle`, apart from the model's own end."""
+
+    def alloc_sequence(self) -> SequenceState:
+        return self.alloc_sequence_for(self.shape.limits.positions)
+
+    def alloc_sequence_for(self, budget_tokens: int) -> SequenceState:
+        """Claim a slot, and KV for ``budget_tokens`` tokens in all.
+
+        A sequence's tokens are its source (with language and EOS) and what its decoder consumes (with the start token
+        and the language); more than the model's limits allow is cut to them.
+        """
+        least = FRAME_LEN + PREFIX_LEN
+        budget = integer("budget_tokens", budget_tokens, least)
+        with self._lock:
+            self._check_open()
+            return self._table.alloc(min(budget, self.shape.limits.positions))
+
+    def cache_sequence(self, seq: SequenceState) -> None:
+        """Do nothing: a translation's prefix is never met again."""
+
+    def free_sequence(self, seq: SequenceState) -> None:
+        with self._lock:
+            if self._teardown is not None:
+                self._table.free(seq)
+
+    def compact_sequence(self, seq: SequenceState, new_slot: int) -> None:
+        """Move ``seq`` to ``new_slot``. Its KV stays in place, found by the new slot from here on.
+
+        Raises
+        ------
+        SequenceError
+            When ``seq`` is not live, or another live sequence holds ``new_slot``: free or detach that first.
+        InvalidInput
+            When there is no such slot.
+        """
+        with self._lock:
+            self._check_open()
+            slot = self._table.vacant(seq, new_slot)
+            if slot != seq.slot_idx:
+                self._feed.move(seq, slot)
+                self._table.move(seq, slot)
+
+    def detach_slot_for_reuse(self, seq: SequenceState) -> None:
+        """Release what ``seq`` holds, as `free_sequence` does.
+
+        Raises
+        ------
+        SequenceError
+            When ``seq`` holds a slot of another model: detaching it here would lose that slot.
+        """
+        with self._lock:
+            if self._teardown is not None and not self._table.owns(seq) and not seq.is_detached:
+                raise SequenceError(f"detach_slot_for_reuse: slot {seq.slot_idx} is not held for seq by this model")
+            self.free_sequence(seq)
+            seq.slot_idx = SequenceState.DETACHED
+
+    def save_sequence_state(self, seq: SequenceState, writer: BinaryIO) -> None:
+        """Write what ``seq`` is, and its keys and values, to ``writer``; waits for the work that fills them.
+
+        Raises
+        ------
+        SequenceError
+            When ``seq`` is not live, has not been prefilled, or has tokens that are not known yet (those of fed steps
+            that have not been appended).
+        """
+        with self._lock:
+            self._check_open()
+            span = self._admission.prefilled("save_sequence_state", seq)
+            if len(seq.tokens) != seq.seq_len:
+                raise SequenceError(f"save_sequence_state: not all tokens of slot {seq.slot_idx}'s sequence are known")
+            kv = np.empty((span.source_len + seq.seq_len) * self.shape.position_bytes, dtype=np.uint8)
+            self._passes.await_span(span, 0)
+            self.gpu.copy_d2h_on_stream(span.ptr, kv)
+            languages = seq.src_lang_id, seq.tgt_lang_id
+            saved = SavedSequence(list(seq.tokens), seq.prompt_len, *languages, span.source_len, kv.tobytes())
+        saved.write(self.shape, writer)
+
+    def restore_sequence_state(self, seq: SequenceState, num_blocks: int, reader: BinaryIO) -> None:
+        """Read back what `save_sequence_state` wrote, of this model or another of the same layout.
+
+        The copy to the device is enqueued, and the next forward comes after it. How ids are chosen is not part of the
+        state: `begin_sampling` sets it again.
+
+        Raises
+        ------
+        InvalidInput
+            When ``num_blocks`` is not 0, or the bytes are damaged or of another layout. ``seq`` is as it was.
+        SequenceError
+            When ``seq`` is not live, not fresh, or too small for the state.
+        """
+        integer("num_blocks", num_blocks, 0, 0, "0, as the KV is not paged")
+        with self._lock:
+            self._check_open()
+            span = self._table.span(seq)
+            if seq.seq_len:
+                raise SequenceError(f"restore_sequence_state: the sequence in slot {seq.slot_idx} is in use already")
+            saved = SavedSequence.read(self.shape, reader)
+            needed = saved.source_len + len(saved.tokens)
+            if needed > span.positions:
+                raise SequenceError(
+                    f"restore_sequence_state: the state has {needed} tokens, and the sequence in slot {seq.slot_idx} "
+                    f"was allocated for {span.positions}"
+                )
+            self._passes.fill(span, saved.kv, 0)
+            span.source_len = saved.source_len
+            seq.tokens, seq.seq_len, seq.prompt_len = saved.tokens, len(saved.tokens), saved.prompt_len
+            seq.src_lang_id, seq.tgt_lang_id = saved.src_lang_id, saved.tgt_lang_id
+
+    def capacity(self) -> Capacity:
+        limits = self.shape.limits
+        return Capacity(limits.max_batch, limits.max_source_len - FRAME_LEN, limits.max_new_tokens, FRAME_LEN)
+
+    def device_bytes(self) -> int:
+        return self.gpu.live_bytes()
+
+    def kv_usage(self) -> tuple[int, int]:
+        with self._lock:
+            return self._pool.used * self.shape.position_bytes, self._pool.capacity * self.shape.position_bytes
+
+    def num_free_blocks(self) -> int:
+        """Return 2**20: the KV is not paged, so there are no blocks to run out of."""
+        return 1 << 20

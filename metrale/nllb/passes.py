@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Forward passes in order: which of them may run side by side, and what each one waits for.
+
+Decoding and prefilling have workspaces of their own, so that a step may decode on one stream and prefill on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gpu_runtime.backend import GpuBackend
+from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.streams import StreamLike
+from metrale.errors import NotSupported
+from metrale.nllb.admission import Prompt
+from metrale.nllb.decoder import Decoder, Feed
+from metrale.nllb.device_weights import DeviceWeights
+from metrale.nllb.encoder import Encoder
+from metrale.nllb.kv import Span
+from metrale.nllb.limits import ModelShape
+from metrale.nllb.logits import LogitsRows
+from metrale.nllb.turns import Turn
+from metrale.nllb.workspace import Workspace
+
+
+class Passes:
+    """Enqueues decode steps and prefills. What they are given has been checked.
+
+    Three things are shared, and each has its `Turn`: the decode workspace, the prefill workspace (the encoder's and the
+    decoder prefix's), and the token feed, which reads logits rows and writes the ids that a fed step takes in. KV and
+    rows need no turn of their own, as these three imply their order.
+
+    Parameters
+    ----------
+    gpu : GpuBackend
+    shape : ModelShape
+    weights : DeviceWeights
+    space : Workspace
+    logits : LogitsRows
+    decoding, prefilling, feeding : Turn
+
+    Attributes
+    ----------
+    hidden : DevicePtr
+        The latest pass' hidden rows after the final norm.
+    """
+
+    def __init__(
+        self,
+        gpu: GpuBackend,
+        shape: ModelShape,
+        weights: DeviceWeights,
+        space: Workspace,
+        logits: LogitsRows,
+        decoding: Turn,
+        prefilling: Turn,
+        feeding: Turn,
+    ) -> None:
+        self._gpu = gpu
+        self._shape = shape
+        self._logits = logits
+        self.decoding = decoding
+        self.prefilling = prefilling
+        self.feeding = feeding
+        self._encoder = Encoder(gpu, shape, weights, space)
+        self._prefix = Decoder(gpu, shape, weights, space, "prefix")
+        self._decoder = Decoder(gpu, shape, weights, space, "decoder")
+        self.hidden = self._decoder.hidden
+
+    def decode(self, feeds: Sequence[Feed], stream: StreamLike) -> DevicePtr:
+        """Enqueue one step, feed ``i`` into row ``i``, and return the address of row 0."""
+        self.refuse_capture(stream)
+        rows = self._logits
+        if any(feed.span.fresh for feed in feeds) or rows.any_written_by(self.prefilling, 0, len(feeds)):
+            self.prefilling.wait(stream)
+        self.feeding.wait(stream)
+        with self.decoding.use(stream):
+            self._decoder.run(feeds, rows.arena.base, stream)
+        rows.written(self.decoding, 0, len(feeds))
+        for feed in feeds:
+            feed.span.fresh = False
+        self.hidden = self._decoder.hidden
+        return rows.arena.base
+
+    def prefill(self, prompts: list[Prompt], row: int, stream: StreamLike) -> list[DevicePtr]:
+        """Enqueue the prefill of ``prompts``, the ``i``-th into row ``row + i``, and return the rows' addresses."""
+        self.refuse_capture(stream)
+        self._await_readers(stream)
+        return self._prefill(prompts, row, stream)
+
+    def mixed(
+        self, feeds: Sequence[Feed], decode_stream: StreamLike, prompts: list[Prompt], row: int, stream: StreamLike
+    ) -> tuple[DevicePtr, list[DevicePtr]]:
+        """Enqueue a decode step on one stream and a prefill on another, where both may run at the same time.
+
+        There may be no prompts. Later work of ``stream`` comes after both.
+        """
+        self.refuse_capture(decode_stream)
+        self.refuse_capture(stream)
+        if prompts:
+            self._await_readers(stream)  # before the step is enqueued, which the prefill need not wait for
+        base = self.decode(feeds, decode_stream)
+        ptrs = self._prefill(prompts, row, stream) if prompts else []
+        self.decoding.wait(stream)
+        return base, ptrs
+
+    def fill(self, span: Span, data: bytes, stream: StreamLike) -> None:
+        """Enqueue the writing of ``data`` to the start of ``span``, as a prefill would write it."""
+        self.refuse_capture(stream)
+        self._await_readers(stream)
+        with self.prefilling.use(stream):
+            span.fresh = True
+            self._gpu.copy_h2d_async(data, span.ptr, stream)
+
+    def await_span(self, span: Span, stream: StreamLike) -> None:
+        """Let later work of ``stream`` come after everything that writes ``span``."""
+        (self.prefilling if span.fresh else self.decoding).wait(stream)
+
+    def _await_readers(self, stream: StreamLike) -> None:
+        """Wait for the decode steps that may still read the spans' former content, and for readers of logits rows."""
+        self.decoding.wait(stream)
+        self.feeding.wait(stream)
+
+    def _prefill(self, prompts: list[Prompt], row: int, stream: StreamLike) -> list[DevicePtr]:
+        start = self._shape.config.generation.decoder_start_token_id
+        with self.prefilling.use(stream):
+            for prompt in prompts:
+                if prompt.seq.seq_len:  # its KV is about to be overwritten: empty, should the device fail half way
+                    prompt.seq.tokens, prompt.seq.seq_len, prompt.seq.prompt_len = [], 0, 0
+                prompt.span.source_len, prompt.span.fresh = len(prompt.source), True
+            for group in self._encoder_groups(prompts):
+                self._encoder.run([one.source for one in group], [one.span for one in group], stream)
+            feeds = [Feed((start, prompt.target), 0, prompt.span) for prompt in prompts]
+            self._prefix.run(feeds, self._logits.arena.row(row), stream)
+        self._logits.written(self.prefilling, row, len(prompts))
+        self.hidden = self._prefix.hidden
+        return [self._logits.arena.row(row + index) for index in range(len(prompts))]
+
+    def _encoder_groups(self, prompts: Iterable[Prompt]) -> list[list[Prompt]]:
+        """Split prompts, in order, into packed passes that the workspace can hold."""
+        groups: list[list[Prompt]] = [[]]
+        room = self._shape.limits.encoder_tokens
+        for prompt in prompts:
+            if len(prompt.source) > room:
+                groups.append([])
+                room = self._shape.limits.encoder_tokens
+            groups[-1].append(prompt)
+            room -= len(prompt.source)
+        return groups
+
+    def refuse_capture(self, stream: StreamLike) -> None:
+        """Raise NotSupported when ``stream`` is capturing."""
+        if self._gpu.stream_is_capturing(stream):
+            raise NotSupported("NllbModel", "capture", "a forward writes tables that change from call to call")

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Random programs of model calls on several streams.
+
+A program is made of a seed and of nothing that the device says, so it is the same on every device. It waits on the host
+as seldom as callers would, and often for what came last.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from gpu_runtime.errors import OutOfMemory
+from metrale.errors import InvalidInput
+from metrale.model import GREEDY, FeedSource, RowMask, SamplingParams
+from tests.nllb.decoding import row_index
+from tests.nllb.lanes import SLOTS, Lane, Walk, seqs_of, slices_of
+
+
+class Program(Walk):
+    """Makes random calls of a model."""
+
+    def run(self, count: int) -> None:
+        """Make ``count`` calls and wait for all that they gave."""
+        calls: dict[Callable[[], bool], int] = {
+            self._prefill: 3,
+            self._join: 4,
+            self._step: 6,
+            self._step_and_replace: 3,
+            self._mixed: 6,
+            self._choose: 10,
+            self._begin: 2,
+            self._begin_again: 2,
+            self._free: 3,
+            self._move: 1,
+            self._choose_and_move: 3,
+            self._step_and_move: 4,
+            self._swap_out: 1,
+            self._swap_in: 1,
+            self._swap_over: 2,
+            self._forward_and_read: 3,
+            self._copy: 1,
+            self._wait: 2,
+        }
+        made = 0
+        while made < count:
+            [call] = self.random.choices(list(calls), list(calls.values()))
+            made += call()
+        self._end()
+
+    # forwards
+
+    def _prefill(self) -> bool:
+        for lane in (lanes := self._open(2)):
+            row, stream = SLOTS + lane.seq.slot_idx, self._stream()
+            self._write({row: lane}, stream)
+            assert row_index(self.model, self.model.prefill(lane.source, lane.seq, stream)) == row
+        self._joined(lanes)
+        return bool(lanes)
+
+    def _join(self, first: int | None = None) -> bool:
+        lanes, stream = self._open(3), self._stream()
+        if first is None:
+            first = self.random.randint(0, 2 * SLOTS - 3)
+        rows = dict(enumerate(lanes, first))
+        if lanes:
+            with pytest.raises(InvalidInput, match="row_base"):
+                self.model.prefill_batch_chunk_rows(slices_of(lanes), stream, 2 * SLOTS - len(lanes) + 1)
+        self._write(rows, stream)
+        ptrs = self.model.prefill_batch_chunk_rows(slices_of(lanes), stream, first)
+        assert [row_index(self.model, ptr) for ptr in ptrs] == list(rows)
+        self._joined(lanes)
+        return bool(lanes)
+
+    def _lanes_to_step(self, least: int) -> list[Lane]:
+        return self._some([lane for lane in self._live if lane.seq.seq_len < lane.room], least)
+
+    def _step(self) -> bool:
+        lanes, stream = self._lanes_to_step(1), self._stream()
+        if lanes and self.random.random() < 0.4:
+            self._write(dict(enumerate(lanes)), stream)
+            self.model.decode_batch(self._tokens(lanes), seqs_of(lanes), stream)
+        elif lanes:
+            self._fed_step(lanes, stream)
+        return bool(lanes)
+
+    def _fed_step(self, lanes: list[Lane], stream: int) -> None:
+        self._write(dict(enumerate(lanes)), stream)
+        self.model.decode_batch_fed(self._sources(lanes), seqs_of(lanes), stream)
+        self._advance(lanes)
+
+    def _step_and_replace(self) -> bool:
+        """A new sequence gets the span, the slot or the row of one that a step is busy with."""
+        if not self._step() or len(self._live) < SLOTS:
+            return False
+        self._give_up(self._rows.get(0, self._live[0]))
+        return self._join(first=0) if self.random.random() < 0.5 else self._prefill()
+
+    def _mixed(self) -> bool:
+        lanes, stream = self._lanes_to_step(0), self._stream()
+        new, single = self._open(2), self.random.random() < 0.2
+        if not lanes and not new:
+            return False
+        if single and len(new) == 1:
+            [one] = new
+            row = SLOTS + one.seq.slot_idx
+            self._write({**dict(enumerate(lanes)), row: one}, stream)
+            whole = one.source, one.seq, 0, len(one.source), True
+            ptr = self.model.mixed_forward(self._tokens(lanes), seqs_of(lanes), *whole, stream).prefill_logits
+            assert row_index(self.model, ptr) == row
+        else:
+            rows = dict(enumerate([*lanes, *new]))
+            self._write(rows, 0, stream)
+            if self.random.random() < 0.4:
+                tokens = self._tokens(lanes)
+                result = self.model.mixed_forward_batch(tokens, seqs_of(lanes), slices_of(new), stream)
+            else:
+                sources = self._sources(lanes)
+                result = self.model.mixed_forward_batch_fed(sources, seqs_of(lanes), slices_of(new), stream)
+                self._advance(lanes)
+            assert [row_index(self.model, ptr) for ptr in result.prefill_logits] == list(rows)[len(lanes) :]
+            if lanes and self.random.random() < 0.3:
+                self._copy_row(lanes[-1], stream)  # comes after both parts, without waiting for a row
+        self._joined(new)
+        return True
+
+    def _tokens(self, lanes: list[Lane]) -> list[int]:
+        """Give each lane some id; the model counts it."""
+        tokens = [self.random.randrange(97) for _ in lanes]
+        for lane, token in zip(lanes, tokens, strict=True):
+            self._give(lane, "token", token)
+        return tokens
+
+    def _sources(self, lanes: list[Lane]) -> list[FeedSource]:
+        """Give each lane an id that was chosen, or some id."""
+        sources = []
+        for lane in lanes:
+            kinds = ["token"] + ["sampled"] * 3 * (lane.sampled is not None)
+            kinds += ["row"] * 3 * (lane.greedy is not None and lane in self._fed)
+            kind, token = self.random.choice(kinds), self.random.randrange(97)
+            if kind == "token":
+                sources.append(FeedSource(token=token))
+                self._give(lane, kind, token)
+            elif kind == "row":
+                sources.append(FeedSource(from_row=self._fed.index(lane)))
+                self._give(lane, kind, lane.greedy)
+            else:
+                sources.append(FeedSource(sampled=True))
+                self._give(lane, kind, lane.sampled)
+        return sources
+
+    # choices
+
+    def _choose(self) -> bool:
+        first, lanes = self._run_of_rows()
+        if lanes and self.random.random() < 0.7:
+            self._sample(first, lanes)
+        elif lanes:
+            dst, (number, _), event = self._room(len(lanes))
+            masks = [RowMask(tuple(self.random.sample(range(97), self.random.randint(0, 2)))) for _ in lanes]
+            self.model.argmax_batch_to_feed(self._ptr(first), masks, dst, event, self._stream())
+            self._waiting[number], self._fed = event, lanes
+            for column, (lane, mask) in enumerate(zip(lanes, masks, strict=True)):
+                lane.greedy = (number, column)
+                lane.log.append(("argmax", lane.greedy, mask))
+        return bool(lanes)
+
+    def _sample(self, first: int, lanes: list[Lane]) -> None:
+        dst, (number, _), event = self._room(3, len(lanes))
+        self.model.sample_batch_to_feed(self._ptr(first), seqs_of(lanes), dst, event, self._stream(), logprobs=True)
+        self._waiting[number] = event
+        for column, lane in enumerate(lanes):
+            lane.sampled = (number, column)
+            lane.log.append(("sample", lane.sampled))
+
+    def _begin(self) -> bool:
+        if self._live:
+            self._begin_one(self.random.choice(self._live))
+        return bool(self._live)
+
+    def _begin_again(self) -> bool:
+        """What is forbidden changes while a choice is being made."""
+        lanes = [lane for lane in self._live if lane.row >= 0]
+        if lanes:
+            lane = self.random.choice(lanes)
+            self._begin_one(lane)
+            self._sample(lane.row, [lane])
+            self._begin_one(lane)
+        return bool(lanes)
+
+    def _begin_one(self, lane: Lane) -> None:
+        draw = self.random.random
+        params = SamplingParams(
+            temperature=self.random.choice((0.0, 2.0)),
+            repetition_penalty=self.random.choice((1.0, 1.5)),
+            no_repeat_ngram_size=self.random.choice((0, 1)),
+            banned_ids=tuple(self.random.sample(range(97), 60 if draw() < 0.7 else 0)),
+            eos_ids=tuple(self.random.sample(range(97), 30)),
+            min_new_tokens=self.random.choice((0, 4)),
+            seed=self.random.randrange(1 << 64),
+        )
+        self._know(lane)
+        self.model.begin_sampling(lane.seq, params, self._stream())
+        lane.sampled = None
+        lane.log.append(("begin", params))
+
+    def _wait(self) -> bool:
+        if self._waiting:
+            latest = list(self._waiting)[-3:]
+            self._wait_for(self.random.choice(latest))
+        return bool(self._waiting)
+
+    # sequences
+
+    def _free(self) -> bool:
+        full = [lane for lane in self._live if lane.seq.seq_len == lane.room]
+        if self._live:
+            self._give_up(self.random.choice(full or self._live))
+        return bool(self._live)
+
+    def _move(self) -> bool:
+        vacant = sorted({*range(SLOTS)} - {lane.seq.slot_idx for lane in self._live})
+        if not vacant or not self._live:
+            return False
+        self.model.compact_sequence(self.random.choice(self._live).seq, self.random.choice(vacant))
+        return True
+
+    def _choose_and_move(self) -> bool:
+        """A sequence moves with an id that is being chosen, and is fed from its new slot."""
+        lanes = [lane for lane in self._live if lane.row >= 0 and lane.seq.seq_len < lane.room]
+        if len(lanes) < 2:
+            return False
+        done, lane = self._some(lanes, 2)[:2]
+        self._sample(lane.row, [lane])
+        self._take_over(done, lane)
+        self._fed_step([lane], self._stream())
+        return True
+
+    def _step_and_move(self) -> bool:
+        """A sequence moves to the slot of one whose step is under way, and takes its id from there.
+
+        The row of that step is the second, so that the next step, of one lane, need not wait for who reads it.
+        """
+        lanes = self._some([lane for lane in self._live if lane.seq.seq_len < lane.room - 1], 3)[:3]
+        if len(lanes) < 3:
+            return False
+        self._fed_step(lanes, self._stream())
+        self._sample(0, lanes)
+        first, done, lane = lanes
+        self._fed_step([first, done], self._stream())
+        stream = self._stream()
+        self._await_row(done, stream)
+        self._copy_row(done, stream)
+        self._take_over(done, lane)
+        self._fed_step([lane], self._stream())
+        return True
+
+    def _take_over(self, done: Lane, lane: Lane) -> None:
+        """Let one sequence have the slot of another, which is done."""
+        slot = done.seq.slot_idx
+        self._give_up(done)
+        self.model.compact_sequence(lane.seq, slot)
+
+    def _swap_out(self) -> bool:
+        if not self._live:
+            return False
+        lane = self.random.choice(self._live)
+        self._know(lane)
+        self._out.append((lane, self._save(lane)))
+        self._give_up(lane)
+        return True
+
+    def _swap_in(self) -> bool:
+        if not self._out or len(self._live) == SLOTS:
+            return False
+        lane, data = self._out[-1]
+        try:
+            lane.seq = self.model.alloc_sequence_for(len(lane.source) + 2 + lane.room)
+        except OutOfMemory:
+            return False
+        self._out.pop()
+        self.model.restore_sequence_state(lane.seq, 0, io.BytesIO(data))
+        lane.sampled = lane.greedy = None
+        lane.log.append(("begin", GREEDY))
+        self._live.append(lane)
+        if lane.seq.seq_len < lane.room:
+            self._fed_step([lane], self._stream())
+        return True
+
+    def _swap_over(self) -> bool:
+        """A sequence comes back to where another is being prefilled, which is given up."""
+        known = len(self.lanes)
+        if not self._swap_out() or not self._prefill():
+            return False
+        for lane in self.lanes[known:]:
+            self._give_up(lane)
+        return self._swap_in()
+
+    # readers
+
+    def _forward_and_read(self) -> bool:
+        return self.random.choice((self._step, self._join, self._mixed))() and self._read()
+
+    def _read(self) -> bool:
+        """Read rows by calls that wait for them."""
+        first, lanes = self._run_of_rows()
+        if lanes:
+            ptr = self._ptr(first)
+            if self.random.random() < 0.5:
+                ids, _ = self.model.argmax_rows(ptr, len(lanes), self._stream())
+                number = self._note(np.array(ids))
+                for column, lane in enumerate(lanes):
+                    lane.log.append(("argmax", (number, column), RowMask()))
+            else:
+                lanes[0].log.append(("row", self._note(self.model.copy_logits_to_host(ptr))))
+        return bool(lanes)
+
+    def _copy(self) -> bool:
+        """Copy a row on a stream that waits for its event."""
+        if not self._rows:
+            return False
+        lane, stream = self._rows[self.random.choice(sorted(self._rows))], self._stream()
+        kind = self.random.choice(("event", "stream", "end"))
+        if kind == "end":
+            stream = self.model.create_stream()
+        self._await_row(lane, stream)
+        number = self._copy_row(lane, stream)
+        if kind == "stream":
+            self.model.synchronize(stream)
+        elif kind == "end":
+            self.model.destroy_stream(stream)
+        if kind != "event":
+            self.results[number] = self.results[number].copy()
+            self._wait_for(number)
+        return True

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Steps that take their ids from the device: the bits of ordinary steps, and nothing waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metrale.errors import InvalidInput, NotSupported, SequenceError
+from metrale.model import FeedSource, PrefillSlice, RowMask, SequenceState
+from metrale.nllb.model import NllbModel
+from tests.backends import host_only, open_host
+from tests.nllb.backends import OrderedBackend
+from tests.nllb.conftest import MakeModel
+from tests.nllb.decoding import (
+    Call,
+    Case,
+    arena,
+    assert_refused,
+    changed_rows,
+    prefilled,
+    results,
+    sampled,
+    state,
+    to_feed,
+)
+
+CASES = [Case([5, 6, 7], 80, 81, []), Case([30, 31], 82, 83, []), Case([40] * 5, 84, 85, []), Case([], 86, 87, [])]
+ANY = RowMask()
+SAMPLED = FeedSource(sampled=True)
+
+
+def advance(seqs: list[SequenceState]) -> None:
+    """Count one fed step, of which the ids are not known."""
+    for seq in seqs:
+        seq.seq_len += 1
+
+
+def rows(model: NllbModel, count: int) -> np.ndarray:
+    """Return the vocabulary of the first rows."""
+    return arena(model)[:count, :97]
+
+
+def greedy_steps(model: NllbModel, count: int) -> tuple[list[list[int]], list[bytes]]:
+    """Decode all cases for some steps by ordinary calls; return each step's ids and its logits."""
+    seqs = [prefilled(model, case) for case in CASES]
+    base = model.logits_buffer_ptr()
+    slices = [PrefillSlice.whole(case.tokens, seq) for case, seq in zip(CASES, seqs, strict=True)]
+    model.prefill_batch_chunk_rows(slices)
+    ids, logits = [], []
+    for _ in range(count):
+        ids.append(model.argmax_batch(base, 4))
+        logits.append(rows(model, 4).tobytes())
+        model.decode_batch(ids[-1], seqs)
+    for seq in seqs:
+        model.free_sequence(seq)
+    return ids, logits
+
+
+SOURCES: dict[str, list[Callable[[int, int], FeedSource]]] = {
+    "token": [lambda lane, token: FeedSource(token=token)] * 4,
+    "from_row": [lambda lane, token: FeedSource(from_row=lane)] * 4,
+    "sampled": [lambda lane, token: SAMPLED] * 4,
+    "mixed": [
+        lambda lane, token: FeedSource(from_row=lane),
+        lambda lane, token: SAMPLED,
+        lambda lane, token: FeedSource(token=token),
+        lambda lane, token: SAMPLED,
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_the_bits_of_ordinary_steps_wherever_the_ids_come_from(tiny: NllbModel, kind: str) -> None:
+    """The sequences are their callers' to update."""
+    ids, logits = greedy_steps(tiny, 5)
+    seqs = [prefilled(tiny, case) for case in CASES]
+    base = tiny.logits_buffer_ptr()
+    tiny.prefill_batch_chunk_rows([PrefillSlice.whole(c.tokens, s) for c, s in zip(CASES, seqs, strict=True)])
+    for step in range(5):
+        assert rows(tiny, 4).tobytes() == logits[step]
+        assert to_feed(tiny, base, [ANY] * 4) == sampled(tiny, base, seqs).ids == ids[step]
+        sources = [source(lane, ids[step][lane]) for lane, source in enumerate(SOURCES[kind])]
+        before = [state(seq) for seq in seqs]
+        assert tiny.decode_batch_fed(sources, seqs) == base
+        assert [state(seq) for seq in seqs] == before
+        for seq, token in zip(seqs, ids[step], strict=True):
+            seq.tokens.append(token)
+            seq.seq_len += 1
+
+
+def test_rows_may_be_taken_in_any_order_and_more_than_once(tiny: NllbModel) -> None:
+    seqs = [prefilled(tiny, case) for case in CASES]
+    tokens = to_feed(tiny, tiny.decode_batch([9, 10, 11, 12], seqs), [ANY] * 4)
+    assert len(set(tokens)) > 2
+    for order in ([3, 1, 0, 2], [2, 2, 2], [1]):
+        lanes = seqs[: len(order)]
+        tiny.decode_batch_fed([FeedSource(from_row=row) for row in order], lanes)
+        fed = rows(tiny, len(order)).tobytes()
+        tiny.decode_batch_fed([FeedSource(tokens[row]) for row in order], lanes)
+        assert rows(tiny, len(order)).tobytes() == fed
+        tokens = to_feed(tiny, tiny.decode_batch_fed([FeedSource(9)] * 4, seqs), [ANY] * 4)
+    to_feed(tiny, tiny.logits_buffer_ptr(), [ANY])  # from here on there is one row to take
+    tiny.decode_batch_fed([FeedSource(from_row=0)], seqs[:1])
+    with pytest.raises(InvalidInput, match="the last argmax_batch_to_feed, which had 1"):
+        tiny.decode_batch_fed([FeedSource(from_row=1)], seqs[:1])
+
+
+@pytest.mark.parametrize("kind", ["from_row", "sampled"])
+def test_the_host_may_be_many_steps_ahead(tiny: NllbModel, kind: str) -> None:
+    """Six steps are enqueued, and then their ids are read."""
+    ids, _ = greedy_steps(tiny, 6)
+    seqs = [prefilled(tiny, case) for case in CASES]
+    base = tiny.logits_buffer_ptr()
+    tiny.prefill_batch_chunk_rows([PrefillSlice.whole(c.tokens, s) for c, s in zip(CASES, seqs, strict=True)])
+    with results(tiny, 6, 3, 4) as (dst, last):
+        events = [tiny.create_event() for _ in range(6)]
+        for step, event in enumerate(events):
+            if kind == "from_row":
+                tiny.argmax_batch_to_feed(base, [ANY] * 4, dst[step, 0], event)
+            else:
+                tiny.sample_batch_to_feed(base, seqs, dst[step], event)
+            tiny.decode_batch_fed([FeedSource(from_row=i) if kind == "from_row" else SAMPLED for i in range(4)], seqs)
+            advance(seqs)
+        tiny.record_event(last)
+        tiny.event_synchronize(last)
+        assert dst[:, 0].tolist() == ids
+        for event in events:
+            assert tiny.event_query(event)
+            tiny.destroy_event(event)
+    assert [seq.tokens for seq in seqs] == [[2, case.target] for case in CASES]
+    for seq, generated in zip(seqs, np.transpose(ids).tolist(), strict=True):
+        seq.tokens += generated
+    tiny.decode_batch([5] * 4, seqs)  # and on as ever
+
+
+def test_a_fed_step_writes_its_own_rows_only(tiny: NllbModel) -> None:
+    seqs = [prefilled(tiny, case) for case in CASES]
+    tiny.decode_batch([9] * 4, seqs)
+    before = arena(tiny)
+    tiny.decode_batch_fed([FeedSource(40), FeedSource(41)], seqs[1:3])
+    assert changed_rows(before, arena(tiny)) == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_ids_are_those_of_argmax_but_for_what_is_masked(make_tiny: MakeModel, dtype: str) -> None:
+    """None, one or two ids of each row: the largest and the next, so that it is the third's turn."""
+    model = make_tiny(dtype=dtype)
+    base = model.decode_batch([9, 10, 11, 12], [prefilled(model, case) for case in CASES])
+    order = np.argsort(-rows(model, 4).astype(np.float32), axis=1, kind="stable")
+    assert to_feed(model, base, [ANY] * 4) == model.argmax_rows(base, 4)[0] == order[:, 0].tolist()
+    one = [RowMask((int(ranked[0]),)) for ranked in order]
+    two = [RowMask((int(ranked[1]), int(ranked[0]))) for ranked in order]
+    assert to_feed(model, base, one) == order[:, 1].tolist()
+    assert to_feed(model, base, two) == order[:, 2].tolist()
+    some = [ANY, one[1], two[2], RowMask((int(order[3, 5]),))]
+    assert to_feed(model, base, some) == [order[0, 0], order[1, 1], order[2, 2], order[3, 0]]
+    assert to_feed(model, base.offset(2 * model.logits_row_bytes()), two[2:]) == order[2:, 2].tolist()
+
+
+def test_rows_of_prefills_can_be_chosen_from_as_well(tiny: NllbModel) -> None:
+    """Rows of slots lie past the lanes'."""
+    seqs = [prefilled(tiny, case) for case in CASES]
+    first = tiny.logits_buffer_ptr().offset(4 * tiny.logits_row_bytes())
+    expected = tiny.argmax_batch(first, 4)
+    assert to_feed(tiny, first, [ANY] * 4) == sampled(tiny, first, seqs).ids == expected
+
+
+@host_only
+def test_a_choice_is_there_after_its_event_and_not_waited_for(make_tiny: MakeModel) -> None:
+    """On a device that runs nothing until somebody waits."""
+    model = make_tiny(open_host(order="deferred"))
+    seqs, stream = [prefilled(model, case) for case in CASES[:2]], model.create_stream()
+    with results(model, 2, 3, 2) as (dst, event):
+        later = model.create_event()
+        base = model.decode_batch([9, 10], seqs, stream)
+        model.argmax_batch_to_feed(base, [ANY] * 2, dst[0, 0], event, stream)
+        model.decode_batch_fed([FeedSource(from_row=0), FeedSource(from_row=1)], seqs)
+        model.sample_batch_to_feed(base, seqs, dst[1], later, stream)
+        assert not model.event_query(event)
+        assert (dst == -77).all()
+        model.event_synchronize(event)
+        ids = dst[0, 0].tolist()
+        assert -77 not in ids
+        assert (dst[0, 1:] == -77).all()
+        assert (dst[1] == -77).all()
+        assert not model.event_query(later)
+        model.event_synchronize(later)
+        assert -77 not in dst[1].tolist()[0]
+        model.destroy_event(later)
+    assert ids == model.argmax_batch(model.decode_batch([9, 10], [again(seq) for seq in seqs]), 2)
+
+
+def again(seq: SequenceState) -> SequenceState:
+    """Take back the last step of a sequence."""
+    del seq.tokens[-1]
+    seq.seq_len -= 1
+    return seq
+
+
+@host_only
+def test_nothing_in_a_step_waits(make_tiny: MakeModel) -> None:
+    """Kernels, products and copies on the streams that were given; the host does not wait for any of them."""
+    gpu = OrderedBackend()
+    model = make_tiny(gpu)
+    seqs, stream, other = [prefilled(model, case) for case in CASES], model.create_stream(), model.create_stream()
+    base = model.decode_batch([9] * 4, seqs)
+    waited = gpu.host
+    with results(model, 3, 4) as (dst, event):
+        with gpu.launch_trace() as trace:
+            model.argmax_batch_to_feed(base, [RowMask((5, 6))] * 4, dst[0], event, stream)
+        assert [(record.kind, record.name, record.stream) for record in trace] == [
+            ("copy", "h2d", stream),
+            ("kernel", "sample_f32", stream),
+            ("copy", "d2h", stream),
+        ]
+        with gpu.launch_trace() as trace:
+            model.decode_batch_fed([FeedSource(from_row=lane) for lane in range(4)], seqs, other)
+        assert {record.stream for record in trace} == {other}
+        assert [record.name for record in trace if record.kind == "copy"] == ["h2d"]
+        advance(seqs)
+        with gpu.launch_trace() as trace:
+            model.sample_batch_to_feed(base, seqs, dst, event, stream)
+        assert [record.name for record in trace] == ["h2d", "sample_f32", "d2h"]
+        model.decode_batch_fed([SAMPLED] * 4, seqs, other)
+    assert gpu.host == waited
+
+
+BAD_ROOM: list[Any] = [
+    np.zeros(1, np.int32),
+    np.zeros(3, np.int32),
+    np.zeros((2, 1), np.int32),
+    np.zeros(2, np.int64),
+    np.zeros(2, np.float32),
+    np.zeros(2, np.int16),
+    np.zeros(4, np.int32)[::2],
+    np.broadcast_to(np.int32(0), (2,)),
+    [0, 0],
+    None,
+]
+
+
+@pytest.mark.parametrize("dst", BAD_ROOM, ids=lambda dst: f"{type(dst).__name__} {getattr(dst, 'shape', '')}")
+def test_no_room_for_the_ids_is_refused(tiny: NllbModel, dst: Any) -> None:
+    event = tiny.create_event()
+    base = tiny.logits_buffer_ptr()
+    assert_refused(tiny, lambda m, a, b: m.argmax_batch_to_feed(base, [ANY] * 2, dst, event), "dst")
+    assert tiny.event_query(event)
+    tiny.destroy_event(event)
+    with results(tiny, 2) as (good, event):
+        tiny.argmax_batch_to_feed(base, [ANY] * 2, good.view(np.uint32), event)  # unsigned is fine
+        tiny.event_synchronize(event)
+
+
+WRONG: list[tuple[str, str, Call]] = [
+    ("no rows", "masks: length", lambda m, a, b: choose(m, [])),
+    ("more rows than there are", "n", lambda m, a, b: choose(m, [ANY] * 9)),
+    ("what is no mask", "masks[1]", lambda m, a, b: choose(m, [ANY, (5,)])),
+    ("a mask of no id", "masks[1].banned", lambda m, a, b: choose(m, [ANY, RowMask((97,))])),
+    ("the second id of a mask", "masks[0].banned", lambda m, a, b: choose(m, [RowMask((5, 1 << 40))])),
+    ("no row's address", "ptr", lambda m, a, b: choose(m, [ANY], 4)),
+    ("a wrong id", "sources[0].token", lambda m, a, b: m.decode_batch_fed([FeedSource(97)], [a])),
+    ("an id that is none", "sources[0].token", lambda m, a, b: m.decode_batch_fed([FeedSource(True)], [a])),
+    (
+        "a row that was not chosen for",
+        "sources[0].from_row",
+        lambda m, a, b: m.decode_batch_fed([FeedSource(from_row=2)], [a]),
+    ),
+    ("a row past the arena", "sources[0].from_row", lambda m, a, b: m.decode_batch_fed([FeedSource(from_row=8)], [a])),
+    ("nothing was sampled", "sources[0]", lambda m, a, b: m.decode_batch_fed([SAMPLED], [a])),
+    ("what is no source", "sources[0]", lambda m, a, b: m.decode_batch_fed([5], [a])),  # type: ignore[list-item]
+    ("no sources", "sources, seqs", lambda m, a, b: m.decode_batch_fed([], [])),
+    ("too few sources", "sources, seqs", lambda m, a, b: m.decode_batch_fed([], [a])),
+    ("too many sources", "sources, seqs", lambda m, a, b: m.decode_batch_fed([FeedSource(5)] * 2, [a])),
+    ("a sequence twice", "seqs", lambda m, a, b: m.decode_batch_fed([FeedSource(5)] * 2, [a, a])),
+]
+
+
+def choose(model: NllbModel, masks: list[Any], offset: int = 0) -> None:
+    with results(model, max(len(masks), 1)) as (dst, event):
+        model.argmax_batch_to_feed(model.logits_buffer_ptr().offset(offset), masks, dst[: len(masks)], event)
+
+
+@pytest.mark.parametrize(("argument", "call"), [c[1:] for c in WRONG], ids=[c[0] for c in WRONG])
+def test_what_is_wrong_is_refused(tiny: NllbModel, argument: str, call: Call) -> None:
+    """After a choice for two rows, whose cells stay what they are."""
+    seq = prefilled(tiny, CASES[0])
+    tokens = to_feed(tiny, tiny.decode_batch([9], [seq]), [ANY] * 2)
+    assert_refused(tiny, call, argument)
+    tiny.decode_batch_fed([FeedSource(from_row=0)], [seq])
+    fed = rows(tiny, 1).tobytes()
+    tiny.decode_batch([tokens[0]], [seq])
+    assert rows(tiny, 1).tobytes() == fed
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_before_any_choice_there_is_no_row_to_take(tiny: NllbModel, row: int) -> None:
+    seq = prefilled(tiny, CASES[0])
+    with pytest.raises(InvalidInput, match="the last argmax_batch_to_feed, which had 0"):
+        tiny.decode_batch_fed([FeedSource(from_row=row)], [seq])
+
+
+def test_sequences_that_cannot_be_fed(tiny: NllbModel) -> None:
+    fed = [FeedSource(5)]
+    assert_refused(tiny, lambda m, a, b: m.decode_batch_fed(fed, [b]), "slot 1 has not been prefilled", SequenceError)
+    seq = tiny.alloc_sequence()
+    tiny.free_sequence(seq)
+    with pytest.raises(SequenceError, match="it was detached"):
+        tiny.decode_batch_fed(fed, [seq])
+
+
+def test_fed_steps_end_at_the_limit(tiny: NllbModel) -> None:
+    """Nine positions; a seq_len beyond them is its caller's mistake."""
+    seq = prefilled(tiny, CASES[0])
+    for _ in range(7):
+        tiny.decode_batch_fed([FeedSource(5)], [seq])
+        advance([seq])
+    with tiny.gpu.launch_trace() as trace:
+        with pytest.raises(SequenceError, match="slot 0 is full: it has 9 decoder positions"):
+            tiny.decode_batch_fed([FeedSource(5)], [seq])
+        advance([seq])
+        with pytest.raises(SequenceError, match="has 9 decoder positions, and a seq_len of 10"):
+            tiny.decode_batch_fed([FeedSource(5)], [seq])
+    assert not trace
+
+
+def test_feeding_in_a_capture_is_refused(tiny: NllbModel) -> None:
+    stream = tiny.create_stream()
+    calls: list[Call] = [
+        lambda m, a, b: m.decode_batch_fed([FeedSource(5)], [a], stream),
+        lambda m, a, b: m.argmax_batch_to_feed(m.logits_buffer_ptr(), [ANY], np.zeros(1, np.int32), event, stream),
+    ]
+    for call in calls:
+        event = tiny.create_event()
+
+        def captured(model: NllbModel, live: SequenceState, fresh: SequenceState, call: Call = call) -> None:
+            model.gpu.begin_capture(stream)
+            try:
+                call(model, live, fresh)
+            finally:
+                model.gpu.abort_capture_if_active(stream)
+
+        assert_refused(tiny, captured, "capture", NotSupported)
+        tiny.destroy_event(event)
+    tiny.gpu.destroy_stream(stream)
+
+
+def test_there_are_no_blocks_to_reserve(tiny: NllbModel) -> None:
+    seq = prefilled(tiny, CASES[0])
+    assert tiny.supports_device_token_feed()
+    assert tiny.reserve_decode_block(seq) == 0
+    tiny.release_decode_blocks(seq, 0)
+    tiny.fed_step_settled()
+    tiny.free_sequence(seq)
+    with pytest.raises(SequenceError):
+        tiny.reserve_decode_block(seq)

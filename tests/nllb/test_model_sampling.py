@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Ids that the device chooses, each sequence in its own way, against a computation on the rows that it chose from."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from metrale.errors import InvalidInput, NotSupported, SequenceError
+from metrale.model import GREEDY, FeedSource, PrefillSlice, SamplingParams, SequenceState
+from metrale.nllb.model import NllbModel
+from tests.nllb.conftest import MakeModel
+from tests.nllb.decoding import Call, Case, assert_refused, begin, poke, prefilled, results, sampled
+from tests.ops.oracles import gumbel, kept_scores
+
+CASES = [Case([5, 6, 7], 80, 81, []), Case([30, 31], 82, 83, []), Case([40] * 5, 84, 85, []), Case([], 86, 87, [])]
+SAMPLED = FeedSource(sampled=True)
+NEW = 20
+"""Tokens of a generation, the language included: enough for a greedy one to repeat itself."""
+
+Processed = NDArray[np.float64]
+
+
+def processed(row: NDArray[np.float32], history: list[int], params: SamplingParams) -> Processed:
+    """Return the logits that a choice is made from, as the documentation of `SamplingParams` says it."""
+    x = row.copy()
+    penalty = np.float32(params.repetition_penalty)
+    for token in set(history):
+        x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
+    size = params.no_repeat_ngram_size
+    if size and len(history) >= size:
+        seen = {tuple(history[at : at + size]) for at in range(len(history) - size + 1)}
+        ending = tuple(history[len(history) - size + 1 :])
+        x[[token for token in range(97) if (*ending, token) in seen]] = -np.inf
+    x[list(params.banned_ids)] = -np.inf
+    if len(history) - 1 < params.min_new_tokens:  # the start token was not generated
+        x[list(params.eos_ids)] = -np.inf
+    return x.astype(np.float64)
+
+
+def chosen(row: NDArray[np.float32], history: list[int], params: SamplingParams) -> int:
+    """Return the id that is to be chosen after ``history``."""
+    x = processed(row, history, params)
+    if params.temperature == 0:
+        return int(x.argmax())
+    scores = kept_scores(x, params.temperature, params.top_k, params.top_p, params.min_p)
+    return int((scores + gumbel(params.seed, len(history), np.arange(97))).argmax())
+
+
+def generate(model: NllbModel, seqs: Sequence[SequenceState], params: Sequence[SamplingParams]) -> list[list[int]]:
+    """Generate to the end with the device's choices, each of which is judged; return each sequence's ids."""
+    slices = [PrefillSlice.whole(case.tokens, seq) for case, seq in zip(CASES, seqs, strict=False)]
+    base = model.prefill_batch_chunk_rows(slices)[0]
+    for seq, one in zip(seqs, params, strict=True):
+        if one is not GREEDY:
+            model.begin_sampling(seq, one)
+    while True:
+        rows = [model.copy_logits_to_host(base.offset(i * model.logits_row_bytes())) for i in range(len(seqs))]
+        choice = sampled(model, base, seqs)
+        assert choice.flags == [0] * len(seqs)
+        assert not choice.logprobs.any()
+        expected = [chosen(row, seq.tokens, one) for row, seq, one in zip(rows, seqs, params, strict=True)]
+        assert choice.ids == expected, f"after {seqs[0].seq_len} tokens"
+        if seqs[0].seq_len == NEW:
+            return [[*seq.tokens[2:], token] for seq, token in zip(seqs, choice.ids, strict=True)]
+        model.decode_batch_fed([SAMPLED] * len(seqs), seqs)
+        for seq, token in zip(seqs, choice.ids, strict=True):
+            seq.tokens.append(token)
+            seq.seq_len += 1
+
+
+@pytest.fixture
+def model(make_tiny: MakeModel) -> NllbModel:
+    return make_tiny(max_new_tokens=NEW)
+
+
+def ways(greedy: list[int]) -> dict[str, SamplingParams]:
+    """Return ways to choose that change the greedy ids."""
+    return {
+        "banned": SamplingParams(banned_ids=(greedy[0], greedy[2], 96, 0, 31, 32)),
+        "short": SamplingParams(eos_ids=(greedy[0], greedy[1]), min_new_tokens=4),
+        "penalty": SamplingParams(repetition_penalty=1.5),
+        "bonus": SamplingParams(repetition_penalty=0.4),
+        "1-gram": SamplingParams(no_repeat_ngram_size=1),
+        "2-gram": SamplingParams(no_repeat_ngram_size=2, repetition_penalty=0.7),
+        "3-gram": SamplingParams(no_repeat_ngram_size=3, repetition_penalty=0.5),
+        "warm": SamplingParams(temperature=0.8, seed=1),
+        "hot": SamplingParams(temperature=3.0, seed=(1 << 64) - 1),
+        "top-k": SamplingParams(temperature=5.0, top_k=3, seed=2),
+        "top-p": SamplingParams(temperature=5.0, top_p=0.5, seed=3),
+        "min-p": SamplingParams(temperature=5.0, min_p=0.7, seed=1 << 40),
+        "everything": SamplingParams(
+            temperature=2.0,
+            top_k=60,
+            top_p=0.9,
+            min_p=0.01,
+            repetition_penalty=1.2,
+            no_repeat_ngram_size=2,
+            banned_ids=tuple(greedy[:2]),
+            eos_ids=(5, 6),
+            min_new_tokens=NEW,
+            seed=12345,
+        ),
+    }
+
+
+@pytest.mark.parametrize("way", [*ways([0] * 3), "greedy"])
+def test_a_generation_is_chosen_as_asked_beside_others(model: NllbModel, way: str) -> None:
+    """In the second of four lanes, with a greedy neighbour, a drawing one, and one that has all there is."""
+    seqs = [begin(model, case) for case in CASES]
+    greedy = generate(model, seqs, [GREEDY] * 4)
+    for seq in seqs:
+        model.free_sequence(seq)
+    others = ways(greedy[3])
+    params = [GREEDY, GREEDY if way == "greedy" else ways(greedy[1])[way], others["hot"], others["everything"]]
+    ids = generate(model, [begin(model, case) for case in CASES], params)
+    assert ids[0] == greedy[0]
+    assert (ids[1] == greedy[1]) == (way == "greedy")
+    assert ids[2] != greedy[2]
+    assert ids[3] != greedy[3]
+
+
+def test_log_probabilities_are_those_of_the_rows_as_they_are(model: NllbModel) -> None:
+    """Also where bans and temperature changed what was chosen; and none where none were asked for.
+
+    A float32 sum of 97 terms and its logarithm: off by less than 1e-6 of the largest logit, which is about 10.
+    """
+    seqs = [prefilled(model, case) for case in CASES]
+    base = model.decode_batch([9, 10, 11, 12], seqs)
+    rows = [model.copy_logits_to_host(base.offset(i * model.logits_row_bytes())) for i in range(4)]
+    banned = tuple(int(token) for token in np.argsort(-rows[1])[:3])
+    model.begin_sampling(seqs[1], SamplingParams(banned_ids=banned))
+    model.begin_sampling(seqs[2], SamplingParams(temperature=3.0, seed=4))
+    choice = sampled(model, base, seqs, logprobs=True)
+    for row, token, logprob in zip(rows, choice.ids, choice.logprobs, strict=True):
+        x = row.astype(np.float64)
+        assert logprob == pytest.approx(x[token] - x.max() - np.log(np.exp(x - x.max()).sum()), abs=1e-5)
+    assert choice.logprobs[1] < -1
+    assert sampled(model, base, seqs).ids == choice.ids
+    assert not sampled(model, base, seqs).logprobs.any()
+
+
+def test_rows_that_are_not_sound_and_rows_without_a_choice_are_flagged(model: NllbModel) -> None:
+    """1 for a NaN or an infinity, 2 when every id is forbidden; the neighbours do not notice."""
+    seqs = [prefilled(model, case) for case in CASES]
+    base = model.decode_batch([9, 10, 11, 12], seqs)
+    model.begin_sampling(seqs[2], SamplingParams(banned_ids=tuple(range(97))))
+    expected = sampled(model, base, seqs)
+    assert (expected.flags, expected.ids[2]) == ([0, 0, 2, 0], 0)
+    poke(model, 1, {expected.ids[1]: np.nan})
+    choice = sampled(model, base, seqs)
+    assert choice.flags == [0, 1, 2, 0]
+    assert choice.ids[::2] == expected.ids[::2]
+    assert choice.ids[1] != expected.ids[1]
+    poke(model, 2, {5: -np.inf})
+    poke(model, 3, {7: np.inf})
+    choice = sampled(model, base, seqs)
+    assert (choice.flags, choice.ids[3]) == ([0, 1, 3, 1], 7)
+    model.decode_batch_fed([SAMPLED] * 4, seqs)  # what was chosen is an id all the same
+
+
+def test_a_requests_ids_do_not_depend_on_who_else_is_there(model: NllbModel) -> None:
+    """Alone in slot 0 and lane 0, and in another slot and lane beside others."""
+    params = SamplingParams(temperature=2.0, top_p=0.9, repetition_penalty=1.3, no_repeat_ngram_size=2, seed=77)
+    seqs = [begin(model, CASES[0])]
+    alone = generate(model, seqs, [params])[0]
+    model.free_sequence(seqs[0])
+    assert len(set(alone)) > NEW // 2
+    for lane in (0, 2):
+        seqs = [begin(model, case) for case in CASES]
+        order = [seqs[(lane + 1 + i) % 4] for i in range(4)]  # the cases' order is the lanes', the slots' another
+        for seq, case in zip(order, CASES, strict=True):
+            seq.src_lang_id, seq.tgt_lang_id = case.source, case.target
+        assert order[0].slot_idx == lane + 1
+        ids = generate(model, order, [params, *(SamplingParams(temperature=2.0, seed=77) for _ in range(3))])
+        assert ids[0] == alone
+        for seq in seqs:
+            model.free_sequence(seq)
+
+
+def test_how_ids_are_chosen_moves_with_the_sequence(model: NllbModel) -> None:
+    """History, bans, parameters, and the id that waits to be fed; what is left behind is nobody's."""
+    params = SamplingParams(
+        temperature=1.5,
+        repetition_penalty=1.5,
+        no_repeat_ngram_size=1,
+        banned_ids=(3, 4),
+        eos_ids=(5,),
+        min_new_tokens=9,
+    )
+
+    def run(move: int | None) -> list[int]:
+        retired, seq = prefilled(model, CASES[1]), begin(model, CASES[0])
+        ptr = model.prefill(CASES[0].tokens, seq)
+        model.begin_sampling(seq, params)
+        for step in range(6):
+            token = sampled(model, ptr, [seq]).ids[0]
+            if step == move:
+                model.free_sequence(retired)
+                model.compact_sequence(seq, 0)
+                other = prefilled(model, CASES[2])
+                assert other.slot_idx == 1
+                with pytest.raises(InvalidInput, match="a sequence for which sample_batch_to_feed has chosen an id"):
+                    model.decode_batch_fed([SAMPLED], [other])
+            ptr = model.decode_batch_fed([SAMPLED], [seq])
+            seq.tokens.append(token)
+            seq.seq_len += 1
+        ids = seq.tokens[2:]
+        for one in (retired, seq, *((other,) if move is not None else ())):
+            model.free_sequence(one)
+        return ids
+
+    plain = run(None)
+    assert len(set(plain)) == 6
+    for move in range(6):
+        assert run(move) == plain
+
+
+def test_a_slots_next_owner_chooses_greedily(model: NllbModel) -> None:
+    """Whatever the one before it had been told; the id that waited is gone as well."""
+    first = prefilled(model, CASES[0])
+    model.begin_sampling(first, SamplingParams(temperature=9.0, banned_ids=tuple(range(96)), repetition_penalty=2.0))
+    ptr = model.decode(9, first)
+    assert sampled(model, ptr, [first]).ids == [96]
+    model.free_sequence(first)
+    second = prefilled(model, CASES[1])
+    assert second.slot_idx == 0
+    with pytest.raises(InvalidInput, match="has chosen an id"):
+        model.decode_batch_fed([SAMPLED], [second])
+    ptr = model.decode(9, second)
+    assert sampled(model, ptr, [second]).ids == [model.argmax_on_device(ptr)]
+    model.begin_sampling(second, SamplingParams(repetition_penalty=1e6))  # the history is its own
+    row = model.copy_logits_to_host(ptr)
+    assert sampled(model, ptr, [second]).ids == [chosen(row, [2, 83, 9], SamplingParams(repetition_penalty=1e6))]
+
+
+def test_beginning_again_replaces_what_was_said(model: NllbModel) -> None:
+    """And takes the history anew, so that a sequence may be told of ids that the device did not choose."""
+    seq = prefilled(model, CASES[0])
+    ptr = model.decode_batch([9], [seq])
+    row = model.copy_logits_to_host(ptr)
+    best = [int(token) for token in np.argsort(-row)[:3]]
+    for params, expected in (
+        (SamplingParams(banned_ids=(best[0],)), best[1]),
+        (SamplingParams(banned_ids=(best[1],)), best[0]),
+        (SamplingParams(eos_ids=(best[0], best[1]), min_new_tokens=3), best[2]),
+        (SamplingParams(eos_ids=(best[0], best[1]), min_new_tokens=2), best[0]),  # the language and 9 are two
+        (GREEDY, best[0]),
+    ):
+        model.begin_sampling(seq, params)
+        assert sampled(model, ptr, [seq]).ids == [expected]
+    params = SamplingParams(no_repeat_ngram_size=1)
+    model.begin_sampling(seq, params)
+    assert sampled(model, ptr, [seq]).ids == [chosen(row, [2, 81, 9], params)]
+    ptr = model.decode_batch([best[1]], [seq])  # not what was chosen
+    model.begin_sampling(seq, params)
+    row = model.copy_logits_to_host(ptr)
+    poke(model, 0, {best[1]: 1e4})
+    row[best[1]] = 1e4
+    assert sampled(model, ptr, [seq]).ids == [chosen(row, [2, 81, 9, best[1]], params)] != [best[1]]
+
+
+def test_a_restored_sequence_goes_on_drawing_the_same(model: NllbModel) -> None:
+    params = SamplingParams(temperature=2.0, repetition_penalty=1.4, seed=5)
+    seq = begin(model, CASES[0])
+    whole = generate(model, [seq], [params])[0]
+    model.free_sequence(seq)
+    seq, saved = begin(model, CASES[0]), io.BytesIO()
+    ptr = model.prefill(CASES[0].tokens, seq)
+    for token in whole[:5]:
+        ptr = model.decode(token, seq)
+    model.save_sequence_state(seq, saved)
+    model.free_sequence(seq)
+    prefilled(model, CASES[1])
+    seq = model.alloc_sequence()
+    model.restore_sequence_state(seq, 0, io.BytesIO(saved.getvalue()))
+    ids = list(whole[:5])
+    model.begin_sampling(seq, params)
+    ids += sampled(model, ptr, [seq]).ids
+    while seq.seq_len < NEW:
+        ptr = model.decode_batch_fed([SAMPLED], [seq])
+        seq.tokens.append(ids[-1])
+        seq.seq_len += 1
+        ids += sampled(model, ptr, [seq]).ids
+    assert ids == whole
+
+
+WRONG_BEGINNINGS: list[tuple[str, str, Call]] = [
+    ("no params", "params", lambda m, a, b: m.begin_sampling(a, None)),  # type: ignore[arg-type]
+    ("a ban of no id", "banned_ids[1]", lambda m, a, b: m.begin_sampling(a, SamplingParams(banned_ids=(5, 97)))),
+    ("an EOS that is no id", "eos_ids[0]", lambda m, a, b: m.begin_sampling(a, SamplingParams(eos_ids=(1 << 30,)))),
+]
+
+
+@pytest.mark.parametrize(("argument", "call"), [c[1:] for c in WRONG_BEGINNINGS], ids=[c[0] for c in WRONG_BEGINNINGS])
+def test_a_wrong_beginning_changes_nothing(tiny: NllbModel, argument: str, call: Call) -> None:
+    """The sequence goes on choosing as it was told before."""
+
+    def asked(model: NllbModel, live: SequenceState, fresh: SequenceState) -> None:
+        assert fresh.slot_idx == 1
+        call(model, live, fresh)
+
+    assert_refused(tiny, asked, argument)
+    seq = prefilled(tiny, CASES[0])
+    tiny.begin_sampling(seq, SamplingParams(banned_ids=tuple(range(90))))
+    ptr = tiny.decode(9, seq)
+    before = sampled(tiny, ptr, [seq]).ids
+    with pytest.raises(InvalidInput):
+        call(tiny, seq, seq)
+    assert sampled(tiny, ptr, [seq]).ids == before
+    assert before[0] >= 90
+
+
+def sample_into(model: NllbModel, seqs: list[SequenceState], shape: tuple[int, ...] | None = None, at: int = 0) -> None:
+    with results(model, *(shape or (3, len(seqs)))) as (dst, event):
+        model.sample_batch_to_feed(model.logits_buffer_ptr().offset(at), seqs, dst, event)
+
+
+UNSERVED: list[tuple[str, str, Call]] = [
+    ("begin: not prefilled", "slot 1 has not been prefilled", lambda m, a, b: m.begin_sampling(b, GREEDY)),
+    ("begin: not live", "it does not hold slot 3", lambda m, a, b: m.begin_sampling(SequenceState(3), GREEDY)),
+    ("sample: not prefilled", "slot 1 has not been prefilled", lambda m, a, b: sample_into(m, [a, b])),
+    ("sample: not live", "it does not hold slot 3", lambda m, a, b: sample_into(m, [a, SequenceState(3)])),
+]
+
+
+@pytest.mark.parametrize(("error", "call"), [c[1:] for c in UNSERVED], ids=[c[0] for c in UNSERVED])
+def test_a_sequence_that_cannot_choose_is_refused(tiny: NllbModel, error: str, call: Call) -> None:
+    assert_refused(tiny, call, error, SequenceError)
+
+
+WRONG: list[tuple[str, str, Call]] = [
+    ("nobody", "seqs: length", lambda m, a, b: sample_into(m, [], (3, 1))),
+    ("a sequence twice", "seqs", lambda m, a, b: sample_into(m, [a, a])),
+    ("room for less", "dst", lambda m, a, b: sample_into(m, [a], (2, 1))),
+    ("room for another number", "dst", lambda m, a, b: sample_into(m, [a], (3, 2))),
+    ("room in one axis", "dst", lambda m, a, b: sample_into(m, [a], (3,))),
+    ("no row's address", "ptr", lambda m, a, b: sample_into(m, [a], None, 4)),
+]
+
+
+@pytest.mark.parametrize(("argument", "call"), [c[1:] for c in WRONG], ids=[c[0] for c in WRONG])
+def test_what_is_wrong_is_refused(tiny: NllbModel, argument: str, call: Call) -> None:
+    assert_refused(tiny, call, argument)
+
+
+def test_more_rows_than_there_are_from_here_is_refused(tiny: NllbModel) -> None:
+    """Two sequences from the arena's last row."""
+    seqs = [prefilled(tiny, case) for case in CASES[:2]]
+    with tiny.gpu.launch_trace() as trace, pytest.raises(InvalidInput, match="1 to 1 rows from row 7"):
+        sample_into(tiny, seqs, None, 7 * tiny.logits_row_bytes())
+    assert not trace
+
+
+def test_tokens_must_be_known_to_begin_and_positions_must_be_there_to_choose(tiny: NllbModel) -> None:
+    seq = prefilled(tiny, CASES[0])
+    tiny.decode_batch_fed([FeedSource(9)], [seq])
+    seq.seq_len += 1
+    with tiny.gpu.launch_trace() as trace:
+        with pytest.raises(SequenceError, match="begin_sampling: the tokens of the sequence in slot 0 are not known"):
+            tiny.begin_sampling(seq, GREEDY)
+        seq.seq_len = 10
+        with pytest.raises(SequenceError, match=r"^sample_batch_to_feed: .* and a seq_len of 10$"):
+            sample_into(tiny, [seq])
+    assert not trace
+    seq.seq_len = 3
+    assert sampled(tiny, tiny.logits_buffer_ptr(), [seq]).ids == [tiny.argmax_on_device(tiny.logits_buffer_ptr())]
+    seq.tokens.append(9)
+    tiny.begin_sampling(seq, SamplingParams(no_repeat_ngram_size=1))
+
+
+@pytest.mark.parametrize("call", ["begin_sampling", "sample_batch_to_feed"])
+def test_choosing_in_a_capture_is_refused(tiny: NllbModel, call: str) -> None:
+    stream, event = tiny.create_stream(), tiny.create_event()
+
+    def captured(model: NllbModel, live: SequenceState, fresh: SequenceState) -> None:
+        room: Any = np.zeros((3, 1), np.int32)
+        model.gpu.begin_capture(stream)
+        try:
+            if call == "begin_sampling":
+                model.begin_sampling(live, SamplingParams(banned_ids=(5,)), stream)
+            else:
+                model.sample_batch_to_feed(model.logits_buffer_ptr(), [live], room, event, stream)
+        finally:
+            model.gpu.abort_capture_if_active(stream)
+
+    assert_refused(tiny, captured, "capture", NotSupported)
+    tiny.gpu.destroy_stream(stream)
+    tiny.destroy_event(event)
