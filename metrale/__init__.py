@@ -2,6 +2,7 @@
 """NLLB-200 and M2M-100 translation from raw device pointers."""
 
 from metrale.demo import demo_model_path
+from metrale.engine import Engine, Generated, Request, RequestHandle
 from metrale.errors import (
     CheckpointError,
     InvalidInput,
@@ -12,14 +13,27 @@ from metrale.errors import (
     UnknownLanguage,
 )
 from metrale.factory import load, memory_plan
-from metrale.model import BeamReq, MixedBatchResult, MixedForwardResult, Model, PrefillSlice, SequenceState
-from metrale.translator import Translation, Translator
+from metrale.model import (
+    BeamReq,
+    FeedSource,
+    MixedBatchResult,
+    MixedForwardResult,
+    Model,
+    PrefillSlice,
+    RowMask,
+    SamplingParams,
+    SequenceState,
+)
+from metrale.translator import Translation, TranslationStream, Translator
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BeamReq",
     "CheckpointError",
+    "Engine",
+    "FeedSource",
+    "Generated",
     "InvalidInput",
     "MetraleError",
     "MixedBatchResult",
@@ -28,9 +42,14 @@ __all__ = [
     "NonFiniteLogits",
     "NotSupported",
     "PrefillSlice",
+    "Request",
+    "RequestHandle",
+    "RowMask",
+    "SamplingParams",
     "SequenceError",
     "SequenceState",
     "Translation",
+    "TranslationStream",
     "Translator",
     "UnknownLanguage",
     "demo_model_path",

@@ -44,6 +44,7 @@ HOMES = {
     "metrale_kernels": {"gpu_runtime.cuda", "metrale.ops"},  # CUDA sources: files, not code to call
     "sentencepiece": {"metrale.nllb"},
     "safetensors": {"metrale.checkpoint"},
+    "tqdm": {"metrale.cli"},
 }
 """Third-party packages, or modules of them, that only some layers may import."""
 

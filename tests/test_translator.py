@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Translator: golden texts, order, batches, languages, limits, scores, and what it refuses."""
+"""Translator: golden texts, order, languages, limits, scores, choices, interrupts, and what it refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 
 import metrale
 from gpu_runtime.backend import GpuBackend
+from gpu_runtime.errors import DeviceError
 from metrale import InvalidInput, NotSupported, Translation, Translator, UnknownLanguage, demo_model_path
+from metrale.engine import EngineClosed
 from metrale.nllb.model import NllbModel
 from tests.backends import Device
 from tests.reference.nllb_float64 import NllbFloat64
@@ -142,8 +144,7 @@ def test_other_holders_of_slots_leave_fewer_lanes(translator: Translator) -> Non
     results = translator.translate(TEXTS[:9], SOURCES[:9], TARGETS[:9])
     assert [result.text for result in results] == EXPECTED[:9]
     seqs += [translator.model.alloc_sequence() for _ in range(2)]
-    with pytest.raises(metrale.SequenceError, match="all 8 slots are taken"):
-        translator.translate(TEXTS[0])
+    assert translator.translate(TEXTS[0], timeout=0.1).finish_reason == "timeout"  # it waits for a slot
     for seq in seqs:
         translator.model.free_sequence(seq)
 
@@ -172,7 +173,8 @@ def test_translators_and_threads_share_a_model(translator: Translator) -> None:
 
     def translate(name: str) -> None:
         with Translator(translator.model) as mine:
-            results[name] = [mine.translate(t, s, g).text for t, s, g in zip(TEXTS, SOURCES, TARGETS, strict=True)]
+            cases = zip(TEXTS[:20], SOURCES, TARGETS, strict=False)
+            results[name] = [mine.translate(text, source, target).text for text, source, target in cases]
 
     def step_by_step() -> None:
         model, tokenizer = translator.model, translator.model.tokenizer
@@ -198,7 +200,7 @@ def test_translators_and_threads_share_a_model(translator: Translator) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == {"a": EXPECTED, "b": EXPECTED, "c": EXPECTED, "steps": EXPECTED[:8]}
+    assert results == {**dict.fromkeys("abc", EXPECTED[:20]), "steps": EXPECTED[:8]}
 
 
 def test_a_callback_may_translate_while_lanes_are_free(translator: Translator) -> None:
@@ -221,23 +223,27 @@ def test_a_callback_may_translate_when_every_lane_is_taken(translator: Translato
     assert set(inner) == {EXPECTED[0]}
 
 
-def test_an_interrupt_between_two_allocations_frees_the_lanes(
-    monkeypatch: pytest.MonkeyPatch, translator: Translator
-) -> None:
-    original = NllbModel.alloc_sequence_for
-    calls = 0
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupt_cancels_what_is_under_way(translator: Translator, error: type[BaseException]) -> None:
+    """The texts that are not finished leave their lanes before the exception reaches the caller."""
+    submitted: list[Any] = []
+    engine = translator._running()
+    original = engine.submit
 
-    def alloc(self: NllbModel, budget: int) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise KeyboardInterrupt
-        return original(self, budget)
+    def submit(request: Any) -> Any:
+        submitted.append(original(request))
+        return submitted[-1]
 
-    monkeypatch.setattr(NllbModel, "alloc_sequence_for", alloc)
-    with pytest.raises(KeyboardInterrupt):
-        translator.translate(TEXTS[:6], SOURCES[:6], TARGETS[:6])
-    monkeypatch.undo()
+    def stop(count: int) -> None:
+        raise error("stop")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "submit", submit)
+        with pytest.raises(error):
+            translator.translate(TEXTS, SOURCES, TARGETS, progress=stop)
+    assert len(submitted) == 32  # the window: four texts for each lane
+    assert all(handle.done for handle in submitted)
+    assert sum(handle.finish_reason == "cancelled" for handle in submitted) >= 16
     seqs = [translator.model.alloc_sequence() for _ in range(8)]
     for seq in seqs:
         translator.model.free_sequence(seq)
@@ -252,7 +258,7 @@ def test_a_text_that_has_no_room_fails_alone(gpu: GpuBackend) -> None:
     with Translator(demo_model_path(), device=gpu, dtype="float32", **options) as small:
         results = small.translate(texts, "eng_Latn", "fra_Latn", progress=seen.append)
     assert [result.finish_reason for result in results] == ["eos", "error", "eos"]
-    assert "no 4" in str(results[1].error)
+    assert "out of memory" in str(results[1].error)
     assert seen[-1] == 3
 
 
@@ -277,6 +283,8 @@ def test_what_is_no_sequence_of_texts_is_refused(translator: Translator, texts: 
         ({"target": [[], []]}, UnknownLanguage, "target"),
         ({"num_beams": 0}, InvalidInput, "num_beams: expected an int of at least 1, got 0"),
         ({"num_beams": 4}, NotSupported, "num_beams=4"),
+        ({"sampling": 1.0}, InvalidInput, "sampling: expected a SamplingParams"),
+        ({"timeout": 0}, InvalidInput, "timeout: expected a finite number of seconds"),
     ],
 )
 def test_wrong_options_are_refused_by_name(
@@ -314,26 +322,62 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Any) -> None:
         Translator(folder, device="host", max_batch=1)
 
 
-def test_a_failed_request_leaves_its_neighbours_alone(monkeypatch: pytest.MonkeyPatch, translator: Translator) -> None:
-    original = NllbModel.argmax_rows
+def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Make the logits of the last lane in some step NaN, as a kernel fault would."""
+    original = NllbModel.sample_batch_to_feed
     calls = 0
 
-    def argmax_rows(self: NllbModel, ptr: Any, n: int, stream: Any = 0) -> tuple[list[int], list[int]]:
-        """Poison the logits of the last lane in the third step, as a kernel fault would."""
+    def sample(self: NllbModel, logits: Any, seqs: Any, *rest: Any, **options: Any) -> None:
         nonlocal calls
         calls += 1
-        if calls == 3:
+        if calls == step:
             row = np.full(4, np.nan, dtype=np.float32)
-            self.gpu.copy_h2d(row, ptr.offset((n - 1) * self.logits_row_bytes()))
-        return original(self, ptr, n, stream)
+            self.gpu.copy_h2d(row, logits.offset((len(seqs) - 1) * self.logits_row_bytes()))
+        original(self, logits, seqs, *rest, **options)
 
-    monkeypatch.setattr(NllbModel, "argmax_rows", argmax_rows)
+    monkeypatch.setattr(NllbModel, "sample_batch_to_feed", sample)
+
+
+def test_a_failed_request_leaves_its_neighbours_alone(monkeypatch: pytest.MonkeyPatch, translator: Translator) -> None:
+    poison(monkeypatch, 3)
     results = translator.translate(TEXTS[:4], SOURCES[:4], TARGETS[:4])
     failed = [result for result in results if result.finish_reason == "error"]
     assert len(failed) == 1
     assert (failed[0].text, failed[0].error) == ("", "the model's logits hold a NaN or an infinity")
     good = [(r.text, e) for r, e in zip(results, EXPECTED[:4], strict=True) if r.finish_reason != "error"]
     assert all(text == expected for text, expected in good)
+
+
+def test_a_device_that_is_lost_is_no_fault_of_a_text(monkeypatch: pytest.MonkeyPatch, translator: Translator) -> None:
+    poison(monkeypatch, 1)
+
+    def synchronize(*_: Any) -> None:
+        raise DeviceError("an illegal address")
+
+    monkeypatch.setattr(type(translator.model.gpu), "synchronize", synchronize)
+    with pytest.raises(DeviceError, match="an illegal address"):
+        translator.translate(TEXTS[:4], SOURCES[:4], TARGETS[:4])
+
+
+def test_an_engine_that_stopped_is_no_fault_of_a_text(monkeypatch: pytest.MonkeyPatch, gpu: GpuBackend) -> None:
+    with Translator(demo_model_path(), device=gpu, dtype="float32", max_batch=2, max_new_tokens=32) as doomed:
+        assert doomed.translate(TEXTS[0], SOURCES[0], TARGETS[0]).text == EXPECTED[0]
+        poison(monkeypatch, 1)
+        doomed._running().close()
+        with pytest.raises(EngineClosed):
+            doomed.translate(TEXTS[0], SOURCES[0], TARGETS[0])
+
+
+def test_a_closed_translator_says_so(gpu: GpuBackend) -> None:
+    options = {"device": gpu, "max_batch": 1, "max_new_tokens": 8, "source": "eng_Latn", "target": "fra_Latn"}
+    closed = Translator(demo_model_path(), **options)
+    assert closed.translate("Hello").text
+    closed.close()
+    closed.close()
+    with pytest.raises(metrale.SequenceError, match="the translator is closed"):
+        closed.translate("Hello")
+    with pytest.raises(metrale.SequenceError, match="the translator is closed"):
+        closed.stream(["Hello"])
 
 
 def test_to_dict_is_json(translator: Translator) -> None:

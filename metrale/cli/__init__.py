@@ -2,7 +2,7 @@
 """The ``metrale`` command: translate, inspect and doctor.
 
 Exit codes: 0 done, 1 some texts were not translated, 2 wrong usage or input, 3 a model or device that cannot be used,
-4 a fault in metrale itself, 130 interrupted. Errors are one line on standard error.
+4 a fault in metrale itself, 130 interrupted, 143 terminated. Errors are one line on standard error.
 """
 
 from __future__ import annotations
@@ -65,8 +65,11 @@ def _run(arguments: list[str]) -> int:
     except SystemExit as done:  # --help and --version
         sys.stdout.flush()
         return int(done.code or DONE)
-    with _log(args.debug), warnings.catch_warnings():  # it also puts the function back that shows them
+    quiet = getattr(args, "quiet", False)
+    with _log(args.debug, quiet), warnings.catch_warnings():  # it also puts the function back that shows them
         warnings.showwarning = _show_warning
+        if quiet:
+            warnings.simplefilter("ignore")
         code: int = args.run(args)
     sys.stdout.flush()
     return code
@@ -80,13 +83,13 @@ class _Aloud(logging.Handler):
 
 
 @contextmanager
-def _log(debug: bool) -> Iterator[None]:
-    """Show log messages inside a ``with`` block: warnings and errors, or with ``debug`` all of them from then on."""
+def _log(debug: bool, quiet: bool) -> Iterator[None]:
+    """Show log messages in a ``with`` block: warnings and errors; errors, if ``quiet``; with ``debug`` all of them."""
     if debug:
         logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
         yield
         return
-    handler = _Aloud(logging.WARNING)
+    handler = _Aloud(logging.ERROR if quiet else logging.WARNING)
     logging.getLogger().addHandler(handler)
     try:
         yield
@@ -105,7 +108,7 @@ def _build_parser() -> _Parser:
         allow_abbrev=False,
         description=metrale.__doc__,
         epilog="Exit codes: 0 done, 1 some texts were not translated, 2 wrong usage or input, 3 a model or device that "
-        "cannot be used, 4 a fault in metrale itself, 130 interrupted.",
+        "cannot be used, 4 a fault in metrale itself, 130 interrupted, 143 terminated.",
     )
     parser.add_argument("--version", action="version", version=f"metrale {metrale.__version__}")
     parser.add_argument("--debug", action="store_true", help="show log messages, and where an error comes from")

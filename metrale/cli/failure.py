@@ -16,7 +16,9 @@ SOME_FAILED: Final = 1
 USAGE: Final = 2
 UNUSABLE: Final = 3
 FAULT: Final = 4
-INTERRUPTED: Final = 130
+SIGNALLED: Final = 128
+"""A signal's number is added to it, as shells do."""
+INTERRUPTED: Final = SIGNALLED + 2
 
 _MOST_PROBLEMS: Final = 10
 
@@ -28,6 +30,15 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "max_batch": "--max-batch",
     "max_source_len": "--max-source-len",
     "max_new_tokens": "--max-new-tokens",
+    "min_new_tokens": "--min-new-tokens",
+    "temperature": "--temperature",
+    "top_k": "--top-k",
+    "top_p": "--top-p",
+    "min_p": "--min-p",
+    "repetition_penalty": "--repetition-penalty",
+    "no_repeat_ngram_size": "--no-repeat-ngram",
+    "seed": "--seed",
+    "timeout": "--timeout",
 }
 """The option that sets an argument of the library."""
 

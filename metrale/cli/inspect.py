@@ -11,6 +11,7 @@ from typing import Any
 
 from gpu_runtime import dtypes
 from metrale.checkpoint import open_checkpoint
+from metrale.cli.console import Console
 from metrale.cli.failure import DONE
 from metrale.cli.model_options import add_model_arguments, choose_model, device_of, limits_of
 from metrale.cli.output import to_json, write_lines
@@ -37,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    model = choose_model(args)
+    model = choose_model(args, Console(quiet=False).note)
     report = gather(model.path, device_of(args), args.dtype, limits_of(args))
     write_lines([to_json(report, indent=2)] if args.json else to_text(report))
     return DONE

@@ -1,93 +1,156 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Texts from standard input or from arguments, a window at a time."""
+"""Texts from a file, from standard input or from arguments, one at a time as they come."""
 
 from __future__ import annotations
 
-import io
+import contextlib
+import os
 import select
-from collections.abc import Iterator, Sequence
-from typing import Final
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
 
 from metrale.cli.failure import USAGE, Failure
 
 _CHUNK: Final = 1 << 16
 _BOM: Final = "\ufeff"
+STANDARD_INPUT: Final = "standard input"
 
 
-def windows_of(texts: Sequence[str], size: int) -> Iterator[list[str]]:
-    """Yield texts from the command line, ``size`` at a time.
+class Lines(Iterator[str]):
+    """The lines of a stream without their ends; nothing is read before it is asked for.
+
+    Lines end with LF or CRLF; the last one need not. A byte order mark at the very start is dropped. Reading waits for
+    no more than one read gives, so a line that somebody types, or that a program sends before it waits for the answer,
+    comes at once.
+
+    Parameters
+    ----------
+    stream : binary stream
+        Its file descriptor is read, where it has one: a thread that waits in a read then holds no lock of the stream.
+    name : str
+        What messages call it.
+
+    Attributes
+    ----------
+    count : int
+        Lines given out so far.
+    ended : bool
+        Whether all there was has been given out.
 
     Raises
     ------
     Failure
-        When one of them was not UTF-8.
+        From ``next``, at the first line that is not UTF-8.
     """
-    for number, text in enumerate(texts, 1):
-        if not _is_utf8(text):
-            raise Failure(USAGE, f"text {number}: not valid UTF-8")
-    for start in range(0, len(texts), size):
-        yield list(texts[start : start + size])
+
+    def __init__(self, stream: BinaryIO, name: str) -> None:
+        self.name = name
+        self.count = 0
+        self.ended = False
+        self._raw = _raw_lines(_reader(stream))
+
+    def __next__(self) -> str:
+        raw = next(self._raw, None)
+        if raw is None:
+            self.ended = True
+            raise StopIteration
+        text = self._decode(raw)
+        self.count += 1
+        return text
+
+    def _decode(self, raw: bytes) -> str:
+        number = self.count + 1
+        try:
+            text = raw.removesuffix(b"\r").decode("utf-8")
+        except UnicodeDecodeError as error:
+            byte = f"byte 0x{raw[error.start]:02x} at position {error.start}"
+            raise Failure(USAGE, f"{self.name}, line {number}: not valid UTF-8 ({byte})") from None
+        return text.removeprefix(_BOM) if number == 1 else text
 
 
-def read_windows(stream: io.BufferedIOBase, size: int) -> Iterator[list[str]]:
-    """Yield lines without their ends, at most ``size`` at a time, and fewer when no more are waiting to be read.
-
-    So a file comes in whole windows, while a line that somebody types, or that a program sends before it waits for
-    the answer, comes at once. Lines end with LF or CRLF; the last one need not. A byte order mark at the very start
-    is dropped.
+class Arguments(Iterator[str]):
+    """Texts from the command line, with the attributes of `Lines`.
 
     Raises
     ------
     Failure
-        At the first line that is not UTF-8, after the lines before it were yielded.
+        When one of them was not UTF-8; nothing is given out then.
     """
-    window: list[str] = []
-    number = 0
-    for raw in _raw_lines(stream):
-        if raw is not None:
-            number += 1
+
+    name = "the command line"
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        for number, text in enumerate(texts, 1):
+            if not _is_utf8(text):
+                raise Failure(USAGE, f"text {number}: not valid UTF-8")
+        self.count = 0
+        self.ended = False
+        self._texts = iter(texts)
+
+    def __next__(self) -> str:
+        text = next(self._texts, None)
+        if text is None:
+            self.ended = True
+            raise StopIteration
+        self.count += 1
+        return text
+
+
+def regular_file(stream: BinaryIO) -> os.stat_result | None:
+    """Return the status of the regular file behind a stream, or None when there is another kind of thing behind it."""
+    with contextlib.suppress(OSError, ValueError):
+        status = os.fstat(stream.fileno())
+        if stat.S_ISREG(status.st_mode):
+            return status
+    return None
+
+
+def count_lines(stream: BinaryIO) -> int:
+    """Return how many lines there are from where a regular file stands to its end. Its position stays."""
+    fd = stream.fileno()
+    position = os.lseek(fd, 0, os.SEEK_CUR)
+    lines, last = 0, b"\n"
+    while chunk := os.pread(fd, _CHUNK, position):
+        lines, last = lines + chunk.count(b"\n"), chunk[-1:]
+        position += len(chunk)
+    return lines + (last != b"\n")
+
+
+def open_input(path: Path) -> BinaryIO:
+    """Open a file for reading; errors name it."""
+    return open(path, "rb", buffering=0)
+
+
+def _reader(stream: BinaryIO) -> Callable[[], bytes]:
+    """Return a function that gives the next bytes as soon as there are any, and none at the end."""
+    try:
+        fd = stream.fileno()
+    except (OSError, ValueError):  # bytes in memory, in the place of a file
+        return lambda: stream.read(_CHUNK)
+
+    def read() -> bytes:
+        while True:
             try:
-                window.append(_decode(raw, number))
-            except Failure:
-                if window:
-                    yield window
-                raise
-        if window and (raw is None or len(window) == size):
-            yield window
-            window = []
-    if window:
-        yield window
+                return os.read(fd, _CHUNK)
+            except BlockingIOError:  # whoever started this process made its standard input one that does not wait
+                select.select([fd], [], [])
+
+    return read
 
 
-def _raw_lines(stream: io.BufferedIOBase) -> Iterator[bytes | None]:
-    """Yield lines without their LF, and None whenever the next read would have to wait."""
+def _raw_lines(read: Callable[[], bytes]) -> Iterator[bytes]:
+    """Yield lines without their LF."""
     partial: list[bytes] = []  # pieces of a line whose end has not been read
-    while chunk := stream.read1(_CHUNK):
+    while chunk := read():
         *ended, rest = chunk.split(b"\n")
         for raw in ended:
             yield b"".join([*partial, raw])
             partial.clear()
         partial.append(rest)
-        if not _more_waits(stream):
-            yield None
     if last := b"".join(partial):
         yield last
-
-
-def _decode(raw: bytes, number: int) -> str:
-    try:
-        text = raw.removesuffix(b"\r").decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{raw[error.start]:02x} at position {error.start}"
-        raise Failure(USAGE, f"standard input, line {number}: not valid UTF-8 ({byte})") from None
-    return text.removeprefix(_BOM) if number == 1 else text
-
-
-def _more_waits(stream: io.BufferedIOBase) -> bool:
-    try:
-        return bool(select.select([stream.fileno()], [], [], 0)[0])
-    except (OSError, ValueError):  # not a file that can be asked; reading on is right for one that never blocks
-        return True
 
 
 def _is_utf8(text: str) -> bool:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gpu_runtime.config import Config
 from metrale.checkpoint import require_folder
-from metrale.cli.failure import USAGE, Failure, say
+from metrale.cli.failure import USAGE, Failure
 from metrale.demo import demo_model_path, is_demo_model
 from metrale.errors import InvalidInput
 from metrale.factory import device_name
@@ -70,15 +71,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def choose_model(args: argparse.Namespace) -> ModelChoice:
-    """Return the folder that the options or the environment name, else the demo model's, which is said aloud."""
+def choose_model(args: argparse.Namespace, note: Callable[[str], None]) -> ModelChoice:
+    """Return the folder that the options or the environment name, else the demo model's, of which ``note`` is told."""
     given = args.model if args.model is not None else Config.from_env().model
     if given == "":
         raise Failure(USAGE, "--model: expected a checkpoint folder, got ''")
     if given is not None:
         folder = require_folder(given)
         return ModelChoice(folder, is_demo=is_demo_model(folder))
-    say("note: neither --model nor METRALE_MODEL is given: taking the demo model (nine languages, interface texts)")
+    note("neither --model nor METRALE_MODEL is given: taking the demo model (nine languages, interface texts)")
     return ModelChoice(require_folder(demo_model_path()), is_demo=True)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Standard output in UTF-8, whatever the locale, and a counter on standard error."""
+"""Standard output in UTF-8, whatever the locale."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Mapping
-from typing import Final, TextIO
+from typing import Final
 
 from metrale.cli.failure import USAGE, Failure
 
 _BREAKS: Final = re.compile("[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+")
-_SECONDS_BETWEEN_DRAWS: Final = 0.1
 
 
 def one_line(text: str) -> str:
@@ -50,33 +48,3 @@ def discard_stdout() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, target)
         os.close(nowhere)
-
-
-class Counter:
-    """How many texts are done, on one line of a terminal that is drawn over again.
-
-    Parameters
-    ----------
-    stream : TextIO
-        Where to draw.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._drawn = 0.0
-        self._visible = False
-
-    def show(self, done: int) -> None:
-        """Draw, unless that was done a moment ago."""
-        now = time.monotonic()
-        if now - self._drawn >= _SECONDS_BETWEEN_DRAWS:
-            self._drawn, self._visible = now, True
-            self._stream.write(f"\r{done:,} translated")
-            self._stream.flush()
-
-    def clear(self) -> None:
-        """Remove the line, for other output to take its place."""
-        if self._visible:
-            self._visible = False
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()

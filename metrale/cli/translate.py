@@ -4,43 +4,38 @@
 from __future__ import annotations
 
 import argparse
-import io
+import contextlib
+import math
 import sys
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
 from metrale.checkpoint import read_json_object
-from metrale.cli.failure import DONE, SOME_FAILED, UNUSABLE, USAGE, Failure, say
-from metrale.cli.lines import read_windows, windows_of
+from metrale.cli.console import Console
+from metrale.cli.destination import STANDARD, Destination, choose_destination
+from metrale.cli.failure import DONE, UNUSABLE, USAGE, Failure
+from metrale.cli.fingerprint import fingerprint
+from metrale.cli.line_run import LineRun
+from metrale.cli.lines import STANDARD_INPUT, Arguments, Lines, count_lines, open_input, regular_file
 from metrale.cli.model_options import ModelChoice, add_model_arguments, choose_model, device_of, limits_of
-from metrale.cli.output import Counter, one_line, to_json, write_lines
+from metrale.cli.output import to_json, write_lines
+from metrale.cli.sampling_options import add_sampling_arguments, sampling_of, sampling_settings
+from metrale.cli.signals import Signals
 from metrale.demo import DEMO_LANGUAGES
-from metrale.nllb.admission import FRAME_LEN
 from metrale.nllb.languages import LANGUAGE_NAMES
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
-from metrale.translator import Translation, Translator
+from metrale.translator import Translator
 
-_BATCHES_PER_WINDOW: Final = 8
-_JSON_KEYS: Final = (
-    "text",
-    "source_text",
-    "source_lang",
-    "target_lang",
-    "token_ids",
-    "score",
-    "finish_reason",
-    "truncated",
-    "error",
-)
 _DESCRIPTION: Final = """\
-Translate each TEXT, or each line of standard input, to one line of standard output, in order. Input and output are
-UTF-8; a line that is not valid UTF-8 ends the run with exit code 2, after the lines before it. A blank line gives a
-blank line, and so does one that cannot be translated, with a warning. Put -- before a TEXT that starts with a dash."""
+Translate each TEXT, or each line of the input, to one line of the output, in order. Both are UTF-8; a line that is not
+ends the run with exit code 2, after the lines before it. A blank line gives a blank line, and so does one that cannot
+be translated, with a warning. Put -- before a TEXT that starts with a dash."""
 _EPILOG: Final = """\
 With --json, each line is an object: text, source_text, source_lang, target_lang, token_ids, score (null without
---scores), finish_reason (eos, length or error), truncated, error. Exit codes: 0 all is translated, 1 some texts failed,
-2 wrong usage or input, 3 a model or device that cannot be used, 4 a fault in metrale itself, 130 interrupted."""
+--scores), finish_reason (eos, length, timeout or error), truncated, error. An output made of a file has a record
+beside it, FILE.resume, until it is whole. Exit codes: 0 all is translated, 1 some texts failed, 2 wrong usage, input or
+output, 3 a model or device that cannot be used, 4 a fault in metrale itself, 130 interrupted, 143 terminated."""
 
 
 def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.ArgumentParser) -> None:
@@ -53,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="text to translate (default: lines of standard input)")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="text to translate (default: lines of the input)")
     parser.add_argument(
         "--from",
         dest="source",
@@ -66,34 +61,127 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
         metavar="CODE",
         help="language to translate to (default: tgt_lang of tokenizer_config.json, fra_Latn for the demo model)",
     )
-    add_model_arguments(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object a line")
     parser.add_argument(
         "--scores",
         action="store_true",
         help="compute scores (mean log-probability of a token); without --json, each line is score, tab, text",
     )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="most time for a line, counted from its reading; one that takes longer counts as not translated, and is "
+        "written as far as it came",
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors, and show no progress bar")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bar, also on a terminal")
     parser.add_argument("--list-languages", action="store_true", help="list the model's language codes and stop")
+    _add_file_arguments(parser)
+    add_model_arguments(parser)
+    add_sampling_arguments(parser)
     parser.set_defaults(run=run)
+
+
+def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("files")
+    group.add_argument("--input", metavar="FILE", help="file to read (default, and -: standard input)")
+    group.add_argument("--output", metavar="FILE", help="file to write, a new one (default, and -: standard output)")
+    existing = group.add_mutually_exclusive_group()
+    existing.add_argument("--overwrite", action="store_true", help="replace an output that exists")
+    existing.add_argument(
+        "--resume", action="store_true", help="go on with an output that is not whole; begin it when there is none"
+    )
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    model = choose_model(args)
+    console = Console(quiet=args.quiet)
+    model = choose_model(args, console.note)
     if args.list_languages:
         _list_languages(model.path, as_json=args.json)
         return DONE
     device = device_of(args)
-    if not args.texts and sys.stdin is None:
+    sampling = sampling_of(args)
+    with ExitStack() as stack:
+        stream = _open_input(args, stack)
+        destination = choose_destination(args, stream)
+        if destination.mode == "finished":
+            console.note(f"{destination.path} is finished: it has as many lines as the input, and no record beside it")
+            return DONE
+        languages = _languages(args, model, console)
+        if not (model.path / MODEL_FILE).exists():
+            raise Failure(UNUSABLE, f"{model.path}: holds no tokenizer ({MODEL_FILE})")
+        texts = _texts(args, console, stream)
+        bar = _wants_bar(args, console, destination, stream)
+        total = count_lines(stream) if bar and stream is not None and regular_file(stream) else None
+        signals = stack.enter_context(Signals())
+        translator = stack.enter_context(_load(args, model, device, languages))
+        settings = _settings(args, languages) | sampling_settings(sampling)
+        sink = destination.open(texts, lambda: fingerprint(translator.model, model.path, settings))
+        stack.enter_context(closing(sink))
+        stack.enter_context(closing(console))
+        if sink.dropped:
+            console.warn(f"{sink.dropped} lines at the end of {destination.path} are not confirmed, and made again")
+        if sink.lines:
+            console.note(f"going on after {sink.lines} lines of {destination.path}")
+        if bar:
+            console.draw(total, sink.lines)
+        return LineRun(args, texts, sink, console, signals).run(translator, *languages, sampling)
+
+
+def _open_input(args: argparse.Namespace, stack: ExitStack) -> BinaryIO | None:
+    """Return the stream that lines are read from, or None when there are texts on the command line."""
+    if args.texts:
+        if args.input is not None:
+            raise Failure(USAGE, "--input: expected no file when a TEXT is given")
+        return None
+    if args.input == "":
+        raise Failure(USAGE, "--input: expected a file, got ''")
+    if args.input not in (None, STANDARD):
+        return stack.enter_context(open_input(Path(args.input)))
+    if sys.stdin is None:
         raise Failure(USAGE, "standard input is closed, and no TEXT is given")
-    source, target = _languages(args, model)
-    if not (model.path / MODEL_FILE).exists():
-        raise Failure(UNUSABLE, f"{model.path}: holds no tokenizer ({MODEL_FILE})")
-    with Translator(model.path, device=device, dtype=args.dtype, source=source, target=target, **limits_of(args)) as tr:
-        return _Run(tr, args, source, target).all_windows()
+    return cast(BinaryIO, sys.stdin.buffer)
 
 
-def _languages(args: argparse.Namespace, model: ModelChoice) -> tuple[str, str]:
+def _texts(args: argparse.Namespace, console: Console, stream: BinaryIO | None) -> Lines | Arguments:
+    if stream is None:
+        return Arguments(args.texts)
+    if stream.isatty():
+        console.note("type a line, then Enter; Ctrl-D at the start of a line ends")
+    return Lines(stream, STANDARD_INPUT if args.input in (None, STANDARD) else args.input)
+
+
+def _load(args: argparse.Namespace, model: ModelChoice, device: str, languages: tuple[str, str]) -> Translator:
+    source, target = languages
+    return Translator(model.path, device=device, dtype=args.dtype, source=source, target=target, **limits_of(args))
+
+
+def _settings(args: argparse.Namespace, languages: tuple[str, str]) -> dict[str, object]:
+    """Return the options that lines follow from, besides those that choose tokens."""
+    options = ("max_source_len", "max_new_tokens", "timeout", "json", "scores")
+    named = {f"--{name.replace('_', '-')}": getattr(args, name) for name in options}
+    return {"--from": languages[0], "--to": languages[1], **named}
+
+
+def _wants_bar(args: argparse.Namespace, console: Console, destination: Destination, stream: BinaryIO | None) -> bool:
+    """Return whether to show progress: of lines that nobody types, when they do not appear on a terminal themselves."""
+    if args.no_progress or stream is None or not console.can_draw:
+        return False
+    if destination.path is None and sys.stdout is not None and sys.stdout.isatty():
+        return False
+    return not stream.isatty()
+
+
+def _languages(args: argparse.Namespace, model: ModelChoice, console: Console) -> tuple[str, str]:
     """Return the codes asked for, or those of the checkpoint; whether the model has them is for the model to say."""
     path = model.path / "tokenizer_config.json"
     config = read_json_object(path) if path.exists() else {}
@@ -103,10 +191,10 @@ def _languages(args: argparse.Namespace, model: ModelChoice) -> tuple[str, str]:
     if target is None:
         raise Failure(USAGE, f"--to is required: {model.path} names no target language of its own")
     if args.target is None:
-        say(f"note: no --to is given: translating from {source} to {target}")
+        console.note(f"no --to is given: translating from {source} to {target}")
     unknown = [code for code in (source, target) if code not in DEMO_LANGUAGES and code in LANGUAGE_NAMES]
     if model.is_demo and unknown:
-        say(f"warning: the demo model never learnt {', '.join(unknown)}; it knows {', '.join(DEMO_LANGUAGES)}")
+        console.warn(f"the demo model never learnt {', '.join(unknown)}; it knows {', '.join(DEMO_LANGUAGES)}")
     return str(source), str(target)
 
 
@@ -116,75 +204,3 @@ def _list_languages(path: Path, *, as_json: bool) -> None:
         write_lines([to_json({"code": code, "name": name}) for code, name in pairs])
     else:
         write_lines([f"{code}  {name}".rstrip() for code, name in pairs])
-
-
-class _Run:
-    """One run over all texts: counts lines, writes results, warns of what went wrong."""
-
-    def __init__(self, translator: Translator, args: argparse.Namespace, source: str, target: str) -> None:
-        self._translator = translator
-        self._args = args
-        self._languages = source, target
-        self._unit = "text" if args.texts else "line"
-        self._size = _BATCHES_PER_WINDOW * args.max_batch
-        self._counter = Counter(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else None
-        self._done = 0
-        self._failed = 0
-
-    def all_windows(self) -> int:
-        """Translate everything and return the exit code."""
-        for window in self._windows():
-            # a window that is not full is the whole input, or waits for somebody who types: nothing to count
-            counter = self._counter if self._done or len(window) == self._size else None
-            try:
-                results = self._translate(window, counter)
-            finally:
-                if counter is not None:
-                    counter.clear()
-            write_lines([self._line(text, result) for text, result in zip(window, results, strict=True)])
-            for number, result in enumerate(results, self._done + 1):
-                self._warn(f"{self._unit} {number}", result)
-            self._done += len(window)
-        if self._failed:
-            say(f"warning: {self._failed} of {self._done} {self._unit}s were not translated")
-        return SOME_FAILED if self._failed else DONE
-
-    def _windows(self) -> Iterator[list[str]]:
-        if self._args.texts:
-            return windows_of(self._args.texts, self._size)
-        if sys.stdin.isatty():
-            say("note: type a line, then Enter; Ctrl-D at the start of a line ends")
-        return read_windows(cast(io.BufferedIOBase, sys.stdin.buffer), self._size)
-
-    def _translate(self, window: list[str], counter: Counter | None) -> list[Translation]:
-        source, target = self._languages
-        before = self._done
-        return self._translator.translate(
-            window,
-            source,
-            target,
-            max_new_tokens=self._args.max_new_tokens,
-            return_scores=self._args.scores,
-            progress=None if counter is None else lambda finished: counter.show(before + finished),
-        )
-
-    def _line(self, text: str, result: Translation) -> str:
-        if self._args.json:
-            fields = {**result.to_dict(), "source_text": text}
-            return to_json({key: fields[key] for key in _JSON_KEYS})
-        line = one_line(result.text)
-        if not self._args.scores:
-            return line
-        return f"{'' if result.score is None else format(result.score, '.4f')}\t{line}"
-
-    def _warn(self, place: str, result: Translation) -> None:
-        if result.finish_reason == "error":
-            self._failed += 1
-            say(f"warning: {place}: not translated: {result.error}")
-            return
-        if result.truncated:
-            most = self._args.max_source_len - FRAME_LEN
-            say(f"warning: {place}: only its first {most} tokens were translated (--max-source-len)")
-        if result.finish_reason == "length":
-            most = self._args.max_new_tokens
-            say(f"warning: {place}: the translation was stopped at {most} tokens (--max-new-tokens)")

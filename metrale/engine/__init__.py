@@ -1,6 +1,20 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Generation on any `Model`: what turns logits rows into sequences of tokens. It knows no model family."""
+"""The engine: requests in, tokens out, many at a time. It drives any model through the Model interface."""
 
-from metrale.engine.greedy import FinishReason, Generated, Request, generate_greedy
+from metrale.engine.engine import Engine
+from metrale.engine.errors import EngineClosed, EngineError, QueueFull
+from metrale.engine.handle import RequestHandle
+from metrale.engine.request import FinishReason, Generated, Request
+from metrale.engine.stats import EngineStats
 
-__all__ = ["FinishReason", "Generated", "Request", "generate_greedy"]
+__all__ = [
+    "Engine",
+    "EngineClosed",
+    "EngineError",
+    "EngineStats",
+    "FinishReason",
+    "Generated",
+    "QueueFull",
+    "Request",
+    "RequestHandle",
+]

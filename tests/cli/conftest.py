@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import pytest
@@ -34,12 +34,34 @@ def feed(monkeypatch: pytest.MonkeyPatch) -> Feed:
     return set_stdin
 
 
+class FakeStream(Iterator[Translation]):
+    """Translates the next text when it is asked for one."""
+
+    def __init__(self, texts: Iterable[str], translate: Callable[[str], Translation]) -> None:
+        self._texts = iter(texts)
+        self._translate = translate
+        self._cancelled = False
+
+    def __next__(self) -> Translation:
+        if self._cancelled:
+            raise StopIteration
+        return self._translate(next(self._texts))
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def close(self) -> None:
+        self._cancelled = True
+
+
 class FakeTranslator:
     """Turns text to upper case. Words at the start of a text choose what goes wrong with it."""
 
-    def __init__(self, model: Path, **options: Any) -> None:
-        self.model, self.options = model, options
-        self.calls: list[list[str]] = []
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path, self.options = path, options
+        device = SimpleNamespace(kind=lambda: "host")
+        self.model = SimpleNamespace(gpu=device, logits_dtype=lambda: options["dtype"])
+        self.texts: list[str] = []
         self.arguments: list[dict[str, Any]] = []
         self.closed = False
 
@@ -51,26 +73,21 @@ class FakeTranslator:
     ) -> None:
         self.closed = True
 
-    def translate(
-        self, texts: Sequence[str], source: str, target: str, *, progress: Callable[[int], None] | None, **rest: Any
-    ) -> list[Translation]:
-        self.calls.append(list(texts))
+    def stream(self, texts: Iterable[str], source: str, target: str, **rest: Any) -> FakeStream:
         self.arguments.append(rest)
-        if "interrupt" in texts:
-            raise KeyboardInterrupt
-        if "fault" in texts:
-            raise KeyError("inside")
-        if progress is not None:
-            progress(len(texts))
-        return [self._one(text, source, target, scored=rest["return_scores"]) for text in texts]
+        return FakeStream(texts, lambda text: self._one(text, source, target, scored=rest["return_scores"]))
 
-    @staticmethod
-    def _one(text: str, source: str, target: str, *, scored: bool) -> Translation:
+    def _one(self, text: str, source: str, target: str, *, scored: bool) -> Translation:
+        self.texts.append(text)
         kind = text.split(" ")[0]
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+        if kind == "fault":
+            raise KeyError("inside")
         if kind == "fail":
             return Translation("", (), None, "error", False, source, target, "logits are not finite")
         translated = "one\r\ntwo\u2028three" if kind == "breaks" else text.upper()
-        reason: Any = "length" if kind == "long" else "eos"
+        reason: Any = {"long": "length", "late": "timeout", "stopped": "cancelled"}.get(kind, "eos")
         score = -0.25 if scored and text else None
         return Translation(translated, (7, 8), score, reason, kind == "cut", source, target)
 
@@ -80,8 +97,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> list[FakeTranslator]:
     """Put FakeTranslator in the place of Translator, and return the list of those that are made."""
     made: list[FakeTranslator] = []
 
-    def make(model: Path, **options: Any) -> FakeTranslator:
-        made.append(FakeTranslator(model, **options))
+    def make(path: Path, **options: Any) -> FakeTranslator:
+        made.append(FakeTranslator(path, **options))
         return made[-1]
 
     monkeypatch.setattr("metrale.cli.translate.Translator", make)

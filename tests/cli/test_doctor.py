@@ -250,6 +250,7 @@ GOOD = {
                 "safetensors": "0.4.5",
                 "sentencepiece": "0.2.1",
                 "ml_dtypes": "0.5.4",
+                "tqdm": "4.67.1",
                 "nvmath-python": "0.10.0",
                 "cuda-bindings": "12.9.4",
             },

@@ -1,53 +1,20 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The command as a process of its own: entry points, pipes that close, Ctrl-C."""
+"""The command as a process of its own: entry points, programs at the other ends of its pipes, bounds."""
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 import metrale
-
-ROOT = Path(__file__).parents[2]
-# A test runner in the background may ignore SIGINT, and a child inherits that: restore Python's handler.
-MAIN = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from metrale.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-SECONDS = 60.0  # far more than it takes: only a command that hangs is stopped by it
-
-
-@contextmanager
-def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
-    """Start ``metrale`` with pipes; give the process, its input and its output."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *arguments],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process:
-        try:
-            yield process, process.stdin, process.stdout
-        finally:
-            process.kill()
-
-
-def errors_of(process: subprocess.Popen[bytes]) -> list[str]:
-    assert process.stderr is not None
-    return process.stderr.read().decode().splitlines()
+from tests.cli.process import ROOT, SECONDS, errors_of, started
 
 
 @pytest.mark.parametrize("module", ["metrale", "metrale.cli"])
@@ -59,7 +26,7 @@ def test_python_m(module: str) -> None:
 
 def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
     with started("translate", "--max-batch", "1", "--to", "fra_Latn") as (process, source, result):
-        source.write(b"Hello\n" * 24)  # three windows, of which one is read
+        source.write(b"Hello\n" * 24)
         source.close()
         assert result.readline() == b"Bonjour\n"
         result.close()
@@ -77,4 +44,48 @@ def test_a_program_can_send_a_line_and_wait_for_the_answer_and_ctrl_c_is_130() -
             assert result.readline() == b"La porte du garage est ouverte.\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(SECONDS) == 130
-        assert errors_of(process)[-1] == "metrale: interrupted"
+        assert errors_of(process)[-1] == "metrale: interrupted after 2 lines"
+
+
+def test_a_consumer_that_does_not_read_stops_the_intake() -> None:
+    """Lines of 1 KiB: the pipes take 64 KiB each, the command reads as much ahead, and answers are not dropped."""
+    options = ("--to", "fra_Latn", "--json", "--quiet", "--max-batch", "4", "--max-new-tokens", "2")
+    lines = [b"%d" % number + b" " * 1017 + b"\n" for number in range(1000, 1800)]
+    with started("translate", *options) as (process, source, result):
+        written: list[int] = []
+
+        def feed() -> None:
+            for number, line in enumerate(lines):
+                source.write(line)
+                written[:] = [number]
+            source.close()
+
+        feeder = threading.Thread(target=feed)
+        feeder.start()
+        previous = None
+        while previous != written:
+            previous = written.copy()
+            feeder.join(1.0)
+        assert written[0] < 500
+        texts = [json.loads(answer)["source_text"].strip() for answer in result]
+        feeder.join()
+        assert process.wait(SECONDS) == 0
+    assert texts == [str(number) for number in range(1000, 1800)]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """The longer file has 18 MiB of text more, and its output as much again."""
+    peaks = []
+    for lines in (500, 5000):
+        source, output = tmp_path / f"{lines}.txt", tmp_path / f"{lines}.json"
+        source.write_text("".join(f"{number if number % 4 else ''}{' ' * 4096}\n" for number in range(lines)))
+        options = ("--to", "fra_Latn", "--json", "--quiet", "--max-new-tokens", "2", "--device", "host")
+        with started("translate", *options, "--input", source, "--output", output) as (process, _, _):
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        peaks.append(usage.ru_maxrss)
+        with open(output, encoding="utf-8") as file:
+            texts = [json.loads(line)["source_text"].strip() for line in file]
+        assert texts == [str(number) if number % 4 else "" for number in range(lines)]
+    assert peaks[1] - peaks[0] < 8 << 10, f"{peaks} KiB"

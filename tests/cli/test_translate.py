@@ -18,6 +18,7 @@ import metrale
 from metrale.cli import main
 from metrale.demo import demo_model_path
 from metrale.errors import NotSupported
+from metrale.model import SamplingParams
 from metrale.nllb.languages import FLORES_200
 from tests.cli.conftest import FakeTranslator, Feed
 from tests.reference.tiny import write_tiny
@@ -70,16 +71,16 @@ def test_truncated_sources_and_cut_translations_are_warned_about(capsys: pytest.
 def test_failed_lines_stay_blank_and_set_the_exit_code(
     feed: Feed, fakes: list[FakeTranslator], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    feed("\n".join(["a", *["b"] * 8, "fail x", "c", "long", "cut"]).encode())
-    assert main(["translate", "--max-batch", "1"]) == 1
+    feed("\n".join(["a", *["b"] * 8, "fail x", "c", "long", "cut", "late x"]).encode())
+    assert main(["translate", "--timeout", "2.5"]) == 1
     out, err = capsys.readouterr()
-    assert out.split("\n") == ["A", *["B"] * 8, "", "C", "LONG", "CUT", ""]
-    assert list(map(len, fakes[0].calls)) == [8, 5]
+    assert out.split("\n") == ["A", *["B"] * 8, "", "C", "LONG", "CUT", "LATE X", ""]
     assert fakes[0].closed
     assert "warning: line 10: not translated: logits are not finite" in err
     assert "warning: line 12: the translation was stopped" in err
     assert "warning: line 13: only its first" in err
-    assert "1 of 13 lines were not translated" in err
+    assert "warning: line 14: not finished within 2.5 s (--timeout)" in err
+    assert err.splitlines()[-1] == "metrale: warning: 2 of 14 lines were not translated"
 
 
 def test_a_translation_never_breaks_its_line(fakes: list[FakeTranslator], capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +119,7 @@ def test_options_reach_the_model(fakes: list[FakeTranslator]) -> None:
     device = ["--device", "host", "--dtype", "bfloat16", "--model", str(DEMO)]
     limits = ["--max-batch", "5", "--max-source-len", "20", "--max-new-tokens", "9"]
     assert main(["translate", *languages, *device, *limits, "x"]) == 0
-    assert fakes[0].model == DEMO
+    assert fakes[0].path == DEMO
     assert fakes[0].options == {
         "device": "host",
         "dtype": "bfloat16",
@@ -128,7 +129,42 @@ def test_options_reach_the_model(fakes: list[FakeTranslator]) -> None:
         "max_source_len": 20,
         "max_new_tokens": 9,
     }
-    assert fakes[0].arguments == [{"max_new_tokens": 9, "return_scores": True}]
+    assert fakes[0].arguments == [
+        {
+            "max_new_tokens": 9,
+            "return_scores": True,
+            "sampling": SamplingParams(),
+            "timeout": None,
+            "first_index": 0,
+        }
+    ]
+
+
+def test_choices_of_tokens_reach_the_model(fakes: list[FakeTranslator]) -> None:
+    drawn = ["--temperature", "0.7", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.05", "--seed", str(2**64 - 1)]
+    other = ["--repetition-penalty", "1.2", "--no-repeat-ngram", "3", "--min-new-tokens", "4", "--timeout", "1.5"]
+    assert main(["translate", *drawn, *other, "x"]) == 0
+    assert fakes[0].arguments[0]["timeout"] == 1.5
+    assert fakes[0].arguments[0]["sampling"] == SamplingParams(
+        temperature=0.7,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.05,
+        repetition_penalty=1.2,
+        no_repeat_ngram_size=3,
+        min_new_tokens=4,
+        seed=2**64 - 1,
+    )
+
+
+def test_the_same_seed_gives_the_same_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--to", "fra_Latn", "-q", "--temperature", "2", "--max-new-tokens", "8", "--max-batch", "4"]
+    drawn = []
+    for seed in (1, 1, 2):
+        assert main(["translate", *options, "--seed", str(seed), "Good morning!", "Good morning!"]) == 0
+        drawn.append(capsys.readouterr().out.splitlines())
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0][0] != drawn[0][1]
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +224,7 @@ def test_the_model_may_come_from_the_environment(
     assert main(["translate", "x"]) == 2  # a folder without tokenizer_config.json names no target language
     assert "error: --to is required" in capsys.readouterr().err
     assert main(["translate", "--to", "deu_Latn", "x"]) == 0
-    assert fakes[0].model == tmp_path
+    assert fakes[0].path == tmp_path
     assert (fakes[0].options["source"], fakes[0].options["target"]) == ("eng_Latn", "deu_Latn")
     (tmp_path / "tokenizer_config.json").write_text('{"src_lang": "ita_Latn", "tgt_lang": "nld_Latn"}')
     assert main(["translate", "x"]) == 0
@@ -206,6 +242,19 @@ def test_the_model_may_come_from_the_environment(
         (["--max-batch", "0"], 2, ["--max-batch: ", "got 0"]),
         (["--max-new-tokens", "1"], 2, ["--max-new-tokens: "]),
         (["--max-source-len", "x"], 2, ["--max-source-len", "metrale translate --help"]),
+        (["--temperature", "-1"], 2, ["--temperature: ", "got -1.0"]),
+        (["--temperature", "nan"], 2, ["--temperature: "]),
+        (["--top-p", "0", "--temperature", "1"], 2, ["--top-p: "]),
+        (["--top-k", "-1"], 2, ["--top-k: "]),
+        (["--min-p", "2"], 2, ["--min-p: "]),
+        (["--repetition-penalty", "0"], 2, ["--repetition-penalty: "]),
+        (["--no-repeat-ngram", "-1"], 2, ["--no-repeat-ngram: "]),
+        (["--min-new-tokens", "-1"], 2, ["--min-new-tokens: "]),
+        (["--seed", "-1"], 2, ["--seed: "]),
+        (["--top-k", "5"], 2, ["--top-k has no effect without --temperature"]),
+        (["--timeout", "0"], 2, ["--timeout", "above 0", "'0'"]),
+        (["--timeout", "inf"], 2, ["--timeout"]),
+        (["--timeout", "soon"], 2, ["--timeout", "'soon'"]),
         (["--dtype", "int8"], 2, ["--dtype", "bfloat16"]),
         (["--device", "tpu"], 2, ["--device: ", "cuda:N", "'tpu'"]),
         (["--device", "cuda:99"], 3, ["cuda", "metrale doctor"]),
@@ -292,26 +341,12 @@ def test_languages_are_listed_with_names(capsys: pytest.CaptureFixture[str]) -> 
     assert {"code": "fra_Latn", "name": "French"} in map(json.loads, capsys.readouterr().out.splitlines())
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_counter_is_drawn_for_more_than_one_window(
-    feed: Feed, fakes: list[FakeTranslator], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("metrale.cli.output._SECONDS_BETWEEN_DRAWS", 0.0)
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    feed(b"x\n" * 8 + b"fail\n")
-    assert main(["translate", "--max-batch", "1"]) == 1
-    shown = terminal.getvalue()
-    assert "\r8 translated\r\x1b[K" in shown
-    assert "\r9 translated\r\x1b[Kmetrale: warning: line 9" in shown
-    terminal.truncate(0)
-    feed(b"x\n")
-    assert main(["translate", "--max-batch", "1"]) == 0
-    assert "translated\r" not in terminal.getvalue()
+def test_quiet_leaves_errors_alone(feed: Feed, fakes: list[FakeTranslator], capsys: pytest.CaptureFixture[str]) -> None:
+    feed(b"a\nfail\ncut\n\xff\n")
+    assert main(["translate", "--quiet"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "A\n\nCUT\n"
+    assert err == "metrale: error: standard input, line 4: not valid UTF-8 (byte 0xff at position 0)\n"
 
 
 def test_interrupted_is_130_and_closes_the_model(

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Engine: any number of callers, one model, every lane busy."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Final, Self
+
+from gpu_runtime import checks
+from metrale.engine.errors import EngineClosed, EngineError, QueueFull
+from metrale.engine.handle import RequestHandle
+from metrale.engine.prometheus import prometheus_text
+from metrale.engine.request import Request
+from metrale.engine.stats import EngineStats, Recorder
+from metrale.engine.waiting import AGING_SECONDS, WaitingQueue
+from metrale.engine.worker import Policy, Worker
+from metrale.errors import InvalidInput, NotSupported
+from metrale.model import Model
+
+_MOST: Final = 1 << 31
+
+
+class Engine:
+    """Serves requests of any length, submitted at any time from any thread or event loop, in one batch that never ends.
+
+    A lane whose request ends leaves at once, and a request that waits takes its place while the others go on. What a
+    request yields does not depend on the others. When the KV cache or the lanes run out, requests of a lower priority
+    give way to those of a higher one: their keys and values wait in host memory.
+
+    Several engines, and other callers, may share a model. An engine's thread ends with `close`, with the last reference
+    to the engine, or with the interpreter.
+
+    Parameters
+    ----------
+    model : Model
+        Stays the caller's, and must outlive the engine. It needs a device token feed.
+    max_queue : int
+        Requests that may wait; `submit` holds its caller back while so many do.
+    max_lanes : int or None
+        Requests that run at once; None: as many as the model has slots.
+    max_prefill_tokens : int
+        Source tokens that one step prefills (a longer source has a step to itself), which keeps steps short.
+    prefill_interval : int
+        While requests run, new ones join every so many steps, together: a prefill costs about as much for several as
+        for one.
+    lag : int or None
+        Steps that the device may be ahead of what the engine has read; with 0 it waits for the engine after each. None:
+        1 where the device works while the host does, else 0.
+    aging : float
+        Seconds of waiting that count as much as one priority, so that nobody waits for ever.
+    clock : callable
+        Seconds; for deadlines and statistics.
+
+    Raises
+    ------
+    NotSupported
+        When the model has no device token feed.
+    InvalidInput
+        When a number is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_queue: int = 1024,
+        max_lanes: int | None = None,
+        max_prefill_tokens: int = 2048,
+        prefill_interval: int = 4,
+        lag: int | None = None,
+        aging: float = AGING_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not model.supports_device_token_feed():
+            raise NotSupported(type(model).__name__, "Engine", "it has no device token feed")
+        self._capacity = model.capacity()
+        self._vocab = model.vocab_size()
+        slots = self._capacity.max_sequences
+        policy = Policy(
+            max_lanes=slots if max_lanes is None else _whole("max_lanes", max_lanes, 1, slots),
+            max_prefill_tokens=_whole("max_prefill_tokens", max_prefill_tokens, 1),
+            prefill_interval=_whole("prefill_interval", prefill_interval, 1),
+            lag=int(model.runs_ahead()) if lag is None else _whole("lag", lag, 0, 64),
+        )
+        self._clock = clock
+        self._pid = os.getpid()
+        self._recorder = Recorder(clock)
+        calls: SimpleQueue[RequestHandle | None] = SimpleQueue()
+        bound = _whole("max_queue", max_queue, 1)
+        self._queue = WaitingQueue(bound, aging=aging, on_arrival=partial(_arrived, self._recorder, calls))
+        self._worker = Worker(model, self._queue, calls, self._recorder, policy, clock)
+        self._thread = threading.Thread(target=self._worker.run, name="metrale engine", daemon=True)
+        self._finalizer = weakref.finalize(self, _stop, self._worker, self._thread, weakref.ref(self))
+        try:
+            self._thread.start()
+        except BaseException:  # no thread can be had: what it would give back at its end is given back here
+            self._finalizer.detach()
+            self._worker.stop(drain=False)
+            self._worker.run()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=kind is None)
+
+    def submit(self, request: Request, *, block: bool = True, timeout: float | None = None) -> RequestHandle:
+        """Let a request in and return its handle.
+
+        While the queue is full the caller waits, if ``block``, at most ``timeout`` seconds; not in a callback on the
+        engine's thread, which nobody would let go on.
+
+        Raises
+        ------
+        InvalidInput
+            When the model cannot serve the request: too long, or an id outside the vocabulary.
+        QueueFull
+            When there was no room in the queue.
+        EngineClosed
+            When the engine is closed, or was closed meanwhile.
+        """
+        handle = self._handle(request)
+        if not handle.done:
+            may_wait = block and threading.current_thread() is not self._thread
+            try:
+                self._queue.put(handle, block=may_wait, timeout=timeout)
+            except QueueFull:
+                self._recorder.rejected()
+                raise
+        return handle
+
+    async def asubmit(self, request: Request) -> RequestHandle:
+        """Do as `submit` in an event loop, which goes on while the queue is full."""
+        handle = self._handle(request)
+        if not handle.done:
+            await self._queue.aput(handle)
+        return handle
+
+    def _handle(self, request: Request) -> RequestHandle:
+        if os.getpid() != self._pid:
+            raise EngineError("the engine belongs to another process: a fork has none of its threads")
+        if self._queue.closed:
+            raise EngineClosed("the engine is closed")
+        handle = RequestHandle(self._checked(request), clock=self._clock, on_cancel=self._worker.cancel)
+        if handle.request.max_new_tokens == 1:  # the language token, which is given
+            self._recorder.submitted()
+            self._recorder.finished("length", 0.0)
+            handle.finish("length")
+        return handle
+
+    def _checked(self, request: Request) -> Request:
+        """Return the request as the model will be asked, or refuse what it cannot serve."""
+        if not isinstance(request, Request):
+            raise InvalidInput("request", "a Request", request)
+        capacity, sampling = self._capacity, request.sampling
+        for name, count, most in (
+            ("prompt_tokens", len(request.prompt_tokens), capacity.max_prompt_tokens),
+            ("max_new_tokens", request.max_new_tokens, capacity.max_new_tokens),
+        ):
+            if count > most:
+                raise InvalidInput(name, f"at most {most} tokens, the model's limit", f"{count}")
+        for name, ids in (
+            ("prompt_tokens", request.prompt_tokens),
+            ("eos_ids", request.eos_ids),
+            ("src_lang_id", (request.src_lang_id,)),
+            ("tgt_lang_id", (request.tgt_lang_id,)),
+            ("sampling.banned_ids", sampling.banned_ids),
+            ("sampling.eos_ids", sampling.eos_ids),
+        ):
+            if ids and max(ids) >= self._vocab:
+                raise InvalidInput(name, f"ids in [0, {self._vocab})", f"{max(ids)}")
+        if sampling.min_new_tokens and not sampling.eos_ids:
+            request = replace(request, sampling=replace(sampling, eos_ids=tuple(sorted(request.eos_ids))))
+        return request
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine takes no more requests: it was closed, or a fault of its own ended it."""
+        return self._queue.closed
+
+    def stats(self) -> EngineStats:
+        """Return what the engine has done and is doing."""
+        return self._recorder.snapshot(self._worker.gauges())
+
+    def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
+        """Return `stats` in Prometheus' text format, with ``labels`` on every sample."""
+        return prometheus_text(self.stats(), labels)
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests, and end. Calling it again waits again.
+
+        Parameters
+        ----------
+        drain : bool
+            Whether the requests that are in run to their end; otherwise they end with "cancelled".
+        timeout : float or None
+            Seconds to wait, after which the requests still in are cancelled all the same.
+        """
+        if os.getpid() != self._pid:  # the thread is the parent's, and locks may be as it held them at the fork
+            return
+        self._queue.close()
+        self._worker.stop(drain=drain)
+        if threading.current_thread() is self._thread:  # in a callback; the thread ends after it
+            return
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._worker.stop(drain=False)
+            self._thread.join()
+        self._finalizer.detach()
+
+
+def _arrived(recorder: Recorder, calls: SimpleQueue[RequestHandle | None]) -> None:
+    recorder.submitted()
+    calls.put(None)
+
+
+def _stop(worker: Worker, thread: threading.Thread, engine: weakref.ref[Engine]) -> None:
+    """End an engine that nobody closed: because nobody has it any more, or, if it is still there, at the exit.
+
+    Only the exit waits for the thread. Garbage is collected anywhere, also in a thread that holds a lock which the
+    engine's thread needs to come to its end.
+    """
+    worker.stop(drain=False)
+    if engine() is not None:
+        thread.join()
+
+
+def _whole(name: str, value: object, low: int, high: int = _MOST) -> int:
+    try:
+        return checks.integer(name, value, low, high)
+    except (TypeError, ValueError):
+        raise InvalidInput(name, f"an int from {low} to {high:,}", value) from None

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Exceptions of the engine. What goes wrong with one request alone is in its result, not raised."""
+
+from __future__ import annotations
+
+from metrale.errors import MetraleError
+
+
+class EngineError(MetraleError, RuntimeError):
+    """Base of every error that the engine raises by itself."""
+
+
+class QueueFull(EngineError):
+    """As many requests wait as may, and none left in the time that the caller gave."""
+
+
+class EngineClosed(EngineError):
+    """The engine takes no more requests."""

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""A request that has a sequence of the model, and one that had to give it up for a while."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from metrale.engine.handle import RequestHandle
+from metrale.model import SequenceState
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A request with a live sequence.
+
+    Attributes
+    ----------
+    handle : RequestHandle
+    seq : SequenceState
+    limit : int
+        Decoder positions that the sequence has KV for.
+    chosen : int
+        Tokens that have been chosen, or will be by the steps enqueued.
+    ids : list of int
+        Those of them that the host knows, EOS included.
+    pending : int or None
+        The last of ``ids`` when the next step must take it from the host; None when it is on the device.
+    """
+
+    handle: RequestHandle
+    seq: SequenceState
+    limit: int
+    chosen: int = 0
+    ids: list[int] = field(default_factory=list)
+    pending: int | None = None
+    ended: bool = False
+
+    @property
+    def priority(self) -> int:
+        return self.handle.request.priority
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the steps enqueued reach the request's limit. The language token, which is given, counts."""
+        return 1 + self.chosen >= self.handle.request.max_new_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next step would need a position that the sequence does not have."""
+        return self.seq.seq_len >= self.limit
+
+    def settle(self) -> None:
+        """Complete the sequence's tokens, once no step is in flight."""
+        prompt = self.seq.prompt_len
+        self.seq.tokens = [*self.seq.tokens[:prompt], *self.ids[: self.seq.seq_len - prompt]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Swapped:
+    """A request whose sequence is in host memory.
+
+    Attributes
+    ----------
+    handle : RequestHandle
+    ids : list of int
+        The tokens chosen so far; the last has not been fed.
+    positions : int
+        Decoder positions in use.
+    data : bytes
+        What `save_sequence_state` wrote.
+    """
+
+    handle: RequestHandle
+    ids: list[int]
+    positions: int
+    data: bytes
+
+
+def place(handle: RequestHandle) -> tuple[float, int]:
+    """Return where a handle stands among those that wait or waited: the smaller goes first."""
+    assert handle.place is not None, "every handle comes through the queue"
+    return handle.place

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Random arrivals, lengths, priorities, cancellations, evictions and orders of the device: every request yields what it
+yields alone, and nothing is left behind.
+
+`python -m tests.engine FIRST LAST` runs more seeds than these.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.engine.crowd import Crowd
+from tests.engine.simulation import Simulation
+
+SEEDS = range(60)
+
+LEAST = {
+    "length": 100,
+    "eos": 50,
+    "cancelled": 20,
+    "error": 10,
+    "no memory": 5,
+    "timeout": 3,
+    "stopped": 2,
+    "mixed steps": 40,
+    "preemptions": 15,
+    "resumed": 8,
+    "queue full": 50,
+    "strangers": 20,
+}
+"""How often the seeds must make things happen. They do so two times as often, or more."""
+
+outcome = functools.cache(lambda folder, seed: Simulation(folder, seed).run())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_request_yields_what_it_yields_alone(tiny_folder: Path, seed: int) -> None:
+    outcome(tiny_folder, seed)
+
+
+def test_the_seeds_reach_everything(tiny_folder: Path) -> None:
+    total: Counter[str] = sum((outcome(tiny_folder, seed) for seed in SEEDS), Counter())
+    assert {event: total[event] for event, least in LEAST.items() if total[event] < least} == {}
+
+
+def test_a_seed_is_one_run(tiny_folder: Path) -> None:
+    """Otherwise a seed that fails says little."""
+    assert Simulation(tiny_folder, 7).run() == outcome(tiny_folder, 7)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_crowd_of_threads_and_loops(tiny_folder: Path, seed: int) -> None:
+    assert Crowd(tiny_folder, seed).run()["length"] > 0
