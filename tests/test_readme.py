@@ -12,7 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+ENGINE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+README_SNIPPETS, ENGINE_SNIPPETS = (
+    re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE) for page in (README, ENGINE)
+)
+SNIPPETS = [*README_SNIPPETS, *ENGINE_SNIPPETS]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -28,7 +32,8 @@ def test_snippet_runs(index: int, tmp_path: Path) -> None:
 
 
 def test_there_are_snippets_for_every_level() -> None:
-    assert len(SNIPPETS) == 4
+    assert len(README_SNIPPETS) == 5
+    assert len(ENGINE_SNIPPETS) == 1
 
 
 def test_the_first_shell_block_is_two_commands() -> None:

@@ -257,6 +257,9 @@ class Worker:
         while (lane := self._take_in(candidate)) is None and not handle.done:
             movable = [one for one in self._lanes if one not in joining and one.pending is None]
             other = victim(movable, handle)
+            if other is not None and len(self._steps):
+                self._land()  # what ends now may make room enough
+                continue
             if other is not None:
                 self._move_out([other])
                 continue
@@ -309,8 +312,7 @@ class Worker:
 
     def _move_out(self, lanes: list[Lane]) -> None:
         """Move lanes to host memory, those that the steps in flight do not end."""
-        while len(self._steps):
-            self._read()
+        self._land()
         for lane in lanes:
             if lane.ended:
                 continue
@@ -345,6 +347,11 @@ class Worker:
             prefills=len(joined),
             prompt_tokens=sum(len(lane.handle.request.prompt_tokens) for lane in joined),
         )
+
+    def _land(self) -> None:
+        """Take the tokens of every step in flight."""
+        while len(self._steps):
+            self._read()
 
     def _read(self) -> None:
         """Take the tokens of the oldest step in flight."""

@@ -1,54 +1,24 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What the engine counts, and the text that Prometheus reads, judged by the format's own rules."""
+"""What the engine counts."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-import re
 import threading
 import tracemalloc
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields
 from typing import get_args
 
 import numpy as np
 import pytest
 
-from metrale.engine.prometheus import CONTENT_TYPE, prometheus_text
 from metrale.engine.request import FinishReason
 from metrale.engine.stats import SECONDS_BUCKETS, Durations, EngineStats, Gauges, Recorder
-from metrale.errors import InvalidInput
 from tests.engine.clock import FakeClock
-
-IDLE = Gauges(waiting=0, running=0, max_lanes=4)
-
-
-def busy(clock: FakeClock) -> Recorder:
-    """Return a recorder on which everything happened at least once, in different numbers."""
-    recorder = Recorder(clock)
-    for _ in range(7):
-        recorder.submitted()
-    for _ in range(2):
-        recorder.rejected()
-    for waited in (0.01, 0.02, 0.03):
-        recorder.admitted(waited)
-    for seconds in (0.05, 0.5):
-        recorder.first_token(seconds)
-    recorder.step(prefills=2, prompt_tokens=30)
-    recorder.step(rows=3, padded_rows=1)
-    recorder.step(rows=3, padded_rows=1, prefills=1, prompt_tokens=5)
-    recorder.generated(6)
-    recorder.preempted(1000)
-    recorder.preempted(500)
-    recorder.resumed(1000)
-    for reason, seconds in (("eos", 1.0), ("eos", 2.0), ("length", 400.0), ("error", 0.0)):
-        recorder.finished(reason, seconds)  # type: ignore[arg-type]
-    clock.now += 5
-    return recorder
-
+from tests.engine.recorded import IDLE, busy
 
 # Counting.
 
@@ -245,201 +215,3 @@ def test_memory_does_not_grow() -> None:
     finally:
         tracemalloc.stop()
     assert grown < 20_000  # the cells of the window, renewed
-
-
-# The text.
-
-
-@dataclass
-class Family:
-    """One metric of the text: its type, its help, and samples by name and labels."""
-
-    kind: str
-    text: str
-    samples: dict[tuple[str, tuple[tuple[str, str], ...]], float] = field(default_factory=dict)
-
-
-NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
-LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\\\|\\"|\\n)*)"(?:,|$)')
-ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
-
-
-def labels_of(text: str) -> tuple[tuple[str, str], ...]:
-    """Parse what is between the braces; all of it must be labels."""
-    pairs, at = [], 0
-    while at < len(text):
-        found = LABEL.match(text, at)
-        assert found, f"not a label: {text[at:]}"
-        value = re.sub(r'\\[\\"n]', lambda one: ESCAPES[one.group()], found[2])
-        pairs.append((found[1], value))
-        at = found.end()
-    assert len({name for name, _ in pairs}) == len(pairs), "a label occurs once"
-    return tuple(pairs)
-
-
-def parse(text: str) -> dict[str, Family]:
-    """Parse text of format 0.0.4, and refuse what breaks its rules.
-
-    The rules: the last line ends in a line feed; HELP and TYPE come once each, before the samples; the samples of a
-    metric are one group; a sample is there once; a histogram has the suffixes _bucket, _sum, and _count and no others.
-    """
-    assert text.endswith("\n")
-    families: dict[str, Family] = {}
-    current, helped = "", ""
-    for line in text.splitlines():
-        assert line, "no line is empty"
-        if line.startswith("# HELP "):
-            _, _, helped, description = line.split(" ", 3)
-            assert NAME.fullmatch(helped)
-            assert not re.search(r"\\(?![\\n])", description), "only backslash and line feed are escaped in a HELP"
-        elif line.startswith("# TYPE "):
-            _, _, current, kind = line.split(" ")
-            assert current == helped, "HELP comes before TYPE"
-            assert current not in families, "the lines of a metric are one group"
-            assert kind in {"counter", "gauge", "histogram", "summary", "untyped"}
-            families[current] = Family(kind, description)
-        else:
-            found = SAMPLE.fullmatch(line)
-            assert found, line
-            name, labels, value = found[1], labels_of(found[2] or ""), float(found[3])
-            family = families[current]
-            suffixes = ("_bucket", "_sum", "_count") if family.kind == "histogram" else ("",)
-            assert name in {current + suffix for suffix in suffixes}, f"{name} in the group of {current}"
-            assert (name, labels) not in family.samples, "a sample is there once"
-            family.samples[name, labels] = value
-    return families
-
-
-def check(families: dict[str, Family]) -> None:
-    """Refuse what breaks the conventions of names, counters and histograms."""
-    for name, family in families.items():
-        assert name.startswith("metrale_")
-        assert family.text
-        assert family.text[0].isupper()
-        assert family.samples
-        assert (family.kind == "counter") == name.endswith("_total")
-        assert not re.search(r"_(ms|us|milliseconds|minutes|kb|mb|kib|mib)(_|$)", name), "base units alone"
-        if family.kind != "gauge":
-            assert all(value >= 0 for value in family.samples.values())
-        if family.kind == "histogram":
-            check_histogram(name, family)
-
-
-def check_histogram(name: str, family: Family) -> None:
-    groups: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = defaultdict(list)
-    for (sample, labels), value in family.samples.items():
-        if sample.endswith("_bucket"):
-            bounds = dict(labels)
-            groups[tuple(pair for pair in labels if pair[0] != "le")].append((float(bounds["le"]), value))
-    assert groups
-    for labels, buckets in groups.items():
-        assert buckets == sorted(buckets)
-        assert [count for _, count in buckets] == sorted(count for _, count in buckets), "buckets are cumulative"
-        assert buckets[-1][0] == math.inf
-        assert buckets[-1][1] == family.samples[f"{name}_count", labels]
-        assert (f"{name}_sum", labels) in family.samples
-
-
-def test_the_text_follows_the_rules() -> None:
-    clock = FakeClock()
-    stats = busy(clock).snapshot(Gauges(1, 2, 4, 1, 100, 200, 300))
-    for labels in (None, {}, {"model": "nllb"}, {"model": "a", "_device": "0"}):
-        families = parse(prometheus_text(stats, labels))
-        check(families)
-        for family in families.values():
-            for _, found in family.samples:
-                assert set((labels or {}).items()) <= set(found)
-    assert "version=0.0.4" in CONTENT_TYPE
-
-
-def test_the_text_says_what_the_snapshot_says() -> None:
-    stats = busy(FakeClock()).snapshot(Gauges(1, 2, 4, 1, 100, 200, 300))
-    values = {name: family.samples for name, family in parse(prometheus_text(stats)).items()}
-    plain = {name: samples[name, ()] for name, samples in values.items() if (name, ()) in samples}
-    assert plain == {
-        "metrale_uptime_seconds": 5.0,
-        "metrale_requests_submitted_total": 7,
-        "metrale_requests_rejected_total": 2,
-        "metrale_prompt_tokens_total": 35,
-        "metrale_generated_tokens_total": 6,
-        "metrale_steps_total": 3,
-        "metrale_mixed_steps_total": 1,
-        "metrale_decoded_rows_total": 6,
-        "metrale_padded_rows_total": 2,
-        "metrale_preemptions_total": 2,
-        "metrale_swapped_out_bytes_total": 1500,
-        "metrale_swapped_in_bytes_total": 1000,
-        "metrale_tokens_per_second": 1.2,
-        "metrale_requests_waiting": 1,
-        "metrale_lanes_running": 2,
-        "metrale_lanes": 4,
-        "metrale_requests_swapped_out": 1,
-        "metrale_kv_used_bytes": 100,
-        "metrale_kv_total_bytes": 200,
-        "metrale_device_live_bytes": 300,
-    }
-    finished = values["metrale_requests_finished_total"]
-    assert {dict(labels)["reason"]: value for (_, labels), value in finished.items()} == stats.finished
-    for name in ("time_to_first_token", "request_latency", "queue_wait"):
-        durations: Durations = getattr(stats, name)
-        samples = values[f"metrale_{name}_seconds"]
-        assert samples[f"metrale_{name}_seconds_sum", ()] == durations.sum
-        buckets = [value for (sample, _), value in samples.items() if sample.endswith("_bucket")]
-        assert buckets == [*durations.buckets, durations.count]
-
-
-def test_what_is_not_known_is_left_out() -> None:
-    stats = busy(FakeClock()).snapshot(IDLE)
-    names = set(parse(prometheus_text(stats)))
-    assert not {"metrale_kv_used_bytes", "metrale_kv_total_bytes", "metrale_device_live_bytes"} & names
-    known = replace(stats, now=replace(IDLE, kv_used_bytes=0))
-    assert parse(prometheus_text(known))["metrale_kv_used_bytes"].samples["metrale_kv_used_bytes", ()] == 0
-
-
-@pytest.mark.parametrize("value", ['a"b', "a\\b", "a\nb", "a\\nb", 'C:\\"x"\n', "", 'größer, {x}="1"', "a,b"])
-def test_label_values_are_escaped(value: str) -> None:
-    text = prometheus_text(Recorder(FakeClock()).snapshot(IDLE), {"model": value})
-    families = parse(text)
-    check(families)
-    assert all(dict(labels)["model"] == value for family in families.values() for _, labels in family.samples)
-
-
-@pytest.mark.parametrize("name", ["", "1a", "a-b", "__a", "le", "reason", "a:b", "é"])
-def test_label_names_that_are_none_are_refused(name: str) -> None:
-    with pytest.raises(InvalidInput, match="labels"):
-        prometheus_text(Recorder(FakeClock()).snapshot(IDLE), {name: "x"})
-
-
-GOOD = "# HELP metrale_a_total Things.\n# TYPE metrale_a_total counter\nmetrale_a_total 1\n"
-HISTOGRAM = (
-    "# HELP metrale_h_seconds Times.\n# TYPE metrale_h_seconds histogram\n"
-    'metrale_h_seconds_bucket{le="1.0"} 2\nmetrale_h_seconds_bucket{le="+Inf"} 3\n'
-    "metrale_h_seconds_sum 4.5\nmetrale_h_seconds_count 3\n"
-)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        GOOD[:-1],
-        GOOD + GOOD,
-        GOOD.replace("_total", ""),
-        GOOD.replace("counter", "count"),
-        GOOD + "metrale_a_total 2\n",
-        GOOD + "metrale_b_total 2\n",
-        GOOD.replace("metrale_a_total 1", 'metrale_a_total{x="a"b"} 1'),
-        GOOD.replace("metrale_a_total 1", "metrale_a_total -1"),
-        GOOD.replace("metrale_a_total 1", "metrale_a_total one"),
-        HISTOGRAM.replace(" 2\n", " 5\n"),
-        HISTOGRAM.replace("+Inf", "9.0"),
-        HISTOGRAM.replace("count 3", "count 4"),
-        HISTOGRAM.replace("metrale_h_seconds_sum 4.5\n", ""),
-        HISTOGRAM.replace("seconds", "ms"),
-    ],
-)
-def test_the_judge_refuses_what_is_wrong(text: str) -> None:
-    for sound in (GOOD, HISTOGRAM):
-        check(parse(sound))
-    with pytest.raises((AssertionError, ValueError, KeyError)):
-        check(parse(text))

@@ -9,49 +9,66 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
+from typing import Final
 
 import numpy as np
 import pytest
 
 from gpu_runtime.errors import OutOfMemory
-from metrale.errors import InvalidInput
+from metrale.errors import InvalidInput, NoFreeSlot
 from metrale.model import GREEDY, FeedSource, RowMask, SamplingParams
 from tests.nllb.decoding import row_index
 from tests.nllb.lanes import SLOTS, Lane, Walk, seqs_of, slices_of
+
+_TRIES: Final = 100
 
 
 class Program(Walk):
     """Makes random calls of a model."""
 
-    def run(self, count: int) -> None:
-        """Make ``count`` calls and wait for all that they gave."""
-        calls: dict[Callable[[], bool], int] = {
-            self._prefill: 3,
-            self._join: 4,
-            self._step: 6,
-            self._step_and_replace: 3,
-            self._mixed: 6,
-            self._choose: 10,
-            self._begin: 2,
-            self._begin_again: 2,
-            self._free: 3,
-            self._move: 1,
-            self._choose_and_move: 3,
-            self._step_and_move: 4,
-            self._swap_out: 1,
-            self._swap_in: 1,
-            self._swap_over: 2,
-            self._forward_and_read: 3,
-            self._copy: 1,
-            self._wait: 2,
-        }
-        made = 0
-        while made < count:
-            [call] = self.random.choices(list(calls), list(calls.values()))
-            made += call()
+    def run(self) -> None:
+        """Make all calls of `_calls`, in a random order, and wait for all that they gave.
+
+        Where there is nothing to make a call with, something else comes first.
+        """
+        calls = [call for call, count in self._calls().items() for _ in range(count)]
+        self.random.shuffle(calls)
+        others = (self._prefill, self._join, self._step, self._choose, self._free)
+        for call in calls:
+            for _ in range(_TRIES):
+                if call():
+                    break
+                self.random.choice(others)()
+            else:
+                raise AssertionError(f"{call}: nothing to make it with")
         self._end()
 
-    # forwards
+    def _calls(self) -> dict[Callable[[], bool], int]:
+        """Return the calls of a program, and how often it makes each."""
+        return {
+            self._prefill: 2,
+            self._join: 3,
+            self._step: 5,
+            self._step_and_replace: 3,
+            self._mixed: 6,
+            partial(self._mixed, copies=True): 2,
+            self._choose: 8,
+            self._choose_and_replace: 2,
+            self._begin: 2,
+            self._begin_again: 2,
+            self._free: 4,
+            self._move: 1,
+            self._choose_and_move: 2,
+            self._step_and_move: 2,
+            self._swap: 2,
+            self._swap_over: 2,
+            self._forward_and_read: 3,
+            partial(self._copy, "event"): 1,
+            partial(self._copy, "stream"): 1,
+            partial(self._copy, "end"): 1,
+            self._wait: 2,
+        }
 
     def _prefill(self) -> bool:
         for lane in (lanes := self._open(2)):
@@ -94,14 +111,16 @@ class Program(Walk):
 
     def _step_and_replace(self) -> bool:
         """A new sequence gets the span, the slot or the row of one that a step is busy with."""
-        if not self._step() or len(self._live) < SLOTS:
+        if not self._step():
             return False
         self._give_up(self._rows.get(0, self._live[0]))
         return self._join(first=0) if self.random.random() < 0.5 else self._prefill()
 
-    def _mixed(self) -> bool:
-        lanes, stream = self._lanes_to_step(0), self._stream()
-        new, single = self._open(2), self.random.random() < 0.2
+    def _mixed(self, copies: bool = False) -> bool:
+        lanes, stream = self._lanes_to_step(int(copies)), self._stream()
+        if copies and (not lanes or not stream):
+            return False
+        new, single = self._open(2), not copies and self.random.random() < 0.2
         if not lanes and not new:
             return False
         if single and len(new) == 1:
@@ -122,7 +141,7 @@ class Program(Walk):
                 result = self.model.mixed_forward_batch_fed(sources, seqs_of(lanes), slices_of(new), stream)
                 self._advance(lanes)
             assert [row_index(self.model, ptr) for ptr in result.prefill_logits] == list(rows)[len(lanes) :]
-            if lanes and self.random.random() < 0.3:
+            if copies:
                 self._copy_row(lanes[-1], stream)  # comes after both parts, without waiting for a row
         self._joined(new)
         return True
@@ -168,6 +187,15 @@ class Program(Walk):
                 lane.log.append(("argmax", lane.greedy, mask))
         return bool(lanes)
 
+    def _choose_and_replace(self) -> bool:
+        """A new sequence gets the row that a choice is made from."""
+        first, lanes = self._run_of_rows()
+        if not lanes or first > 2 * SLOTS - 3 or len(self._live) < 2:
+            return False
+        self._sample(first, lanes)
+        self._give_up(self.random.choice(self._live))
+        return self._join(first)
+
     def _sample(self, first: int, lanes: list[Lane]) -> None:
         dst, (number, _), event = self._room(3, len(lanes))
         self.model.sample_batch_to_feed(self._ptr(first), seqs_of(lanes), dst, event, self._stream(), logprobs=True)
@@ -208,18 +236,18 @@ class Program(Walk):
         lane.log.append(("begin", params))
 
     def _wait(self) -> bool:
-        if self._waiting:
-            latest = list(self._waiting)[-3:]
+        latest = list(self._waiting)[-3:]
+        if latest:
             self._wait_for(self.random.choice(latest))
-        return bool(self._waiting)
+        return bool(latest)
 
     # sequences
 
     def _free(self) -> bool:
-        full = [lane for lane in self._live if lane.seq.seq_len == lane.room]
-        if self._live:
-            self._give_up(self.random.choice(full or self._live))
-        return bool(self._live)
+        lanes = [lane for lane in self._live if lane.seq.seq_len == lane.room] or self._live[:]
+        if lanes:
+            self._give_up(self.random.choice(lanes))
+        return bool(lanes)
 
     def _move(self) -> bool:
         vacant = sorted({*range(SLOTS)} - {lane.seq.slot_idx for lane in self._live})
@@ -273,31 +301,40 @@ class Program(Walk):
         self._give_up(lane)
         return True
 
-    def _swap_in(self) -> bool:
-        if not self._out or len(self._live) == SLOTS:
-            return False
-        lane, data = self._out[-1]
-        try:
-            lane.seq = self.model.alloc_sequence_for(len(lane.source) + 2 + lane.room)
-        except OutOfMemory:
-            return False
-        self._out.pop()
-        self.model.restore_sequence_state(lane.seq, 0, io.BytesIO(data))
-        lane.sampled = lane.greedy = None
+    def _swap_in(self) -> None:
+        """Bring back what was saved last, and let it go on at once."""
+        lane, data = self._out.pop()
+        seq = None
+        while seq is None:
+            try:
+                seq = self.model.alloc_sequence_for(len(lane.source) + 2 + lane.room)
+            except (NoFreeSlot, OutOfMemory):
+                self._give_up(self.random.choice(self._live))
+        self.model.restore_sequence_state(seq, 0, io.BytesIO(data))
+        lane.seq, lane.sampled, lane.greedy = seq, None, None
         lane.log.append(("begin", GREEDY))
         self._live.append(lane)
-        if lane.seq.seq_len < lane.room:
+        if seq.seq_len < lane.room:
             self._fed_step([lane], self._stream())
+            self._sample(0, [lane])
+
+    def _swap(self) -> bool:
+        if not self._swap_out():
+            return False
+        self.random.choice((self._prefill, self._step, self._choose))()
+        self._swap_in()
         return True
 
     def _swap_over(self) -> bool:
         """A sequence comes back to where another is being prefilled, which is given up."""
         known = len(self.lanes)
-        if not self._swap_out() or not self._prefill():
+        if not self._swap_out():
             return False
+        self._prefill()
         for lane in self.lanes[known:]:
             self._give_up(lane)
-        return self._swap_in()
+        self._swap_in()
+        return True
 
     # readers
 
@@ -318,12 +355,11 @@ class Program(Walk):
                 lanes[0].log.append(("row", self._note(self.model.copy_logits_to_host(ptr))))
         return bool(lanes)
 
-    def _copy(self) -> bool:
-        """Copy a row on a stream that waits for its event."""
+    def _copy(self, kind: str) -> bool:
+        """Copy a row on a stream that waits for its event; wait for that stream, or let it end, or go on."""
         if not self._rows:
             return False
         lane, stream = self._rows[self.random.choice(sorted(self._rows))], self._stream()
-        kind = self.random.choice(("event", "stream", "end"))
         if kind == "end":
             stream = self.model.create_stream()
         self._await_row(lane, stream)

@@ -25,7 +25,6 @@ from tests.nllb.programs import Program
 from tests.reference.tiny import write_tiny
 
 PROGRAMS = range(4)
-CALLS = 60
 ORDERS: list[tuple[str, int]] = [("deferred", 0), *(("adversarial", seed) for seed in range(12))]
 
 
@@ -66,7 +65,7 @@ def opened(folder: Path, order: str, seed: int) -> Iterator[NllbModel]:
 def run(folder: Path, program: int, order: str, seed: int) -> Program:
     with opened(folder, order, seed) as model:
         made = Program(model, program)
-        made.run(CALLS)
+        made.run()
     return made
 
 
