@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
-from gpu_runtime import checks
+from metrale.checks import integer
 from metrale.engine.errors import EngineClosed, EngineError, QueueFull
 from metrale.engine.handle import RequestHandle
 from metrale.engine.prometheus import prometheus_text
@@ -24,8 +24,6 @@ from metrale.engine.waiting import AGING_SECONDS, WaitingQueue
 from metrale.engine.worker import Policy, Worker
 from metrale.errors import InvalidInput, NotSupported
 from metrale.model import Model
-
-_MOST: Final = 1 << 31
 
 
 class Engine:
@@ -85,16 +83,16 @@ class Engine:
         self._vocab = model.vocab_size()
         slots = self._capacity.max_sequences
         policy = Policy(
-            max_lanes=slots if max_lanes is None else _whole("max_lanes", max_lanes, 1, slots),
-            max_prefill_tokens=_whole("max_prefill_tokens", max_prefill_tokens, 1),
-            prefill_interval=_whole("prefill_interval", prefill_interval, 1),
-            lag=int(model.runs_ahead()) if lag is None else _whole("lag", lag, 0, 64),
+            max_lanes=slots if max_lanes is None else integer("max_lanes", max_lanes, 1, slots),
+            max_prefill_tokens=integer("max_prefill_tokens", max_prefill_tokens, 1),
+            prefill_interval=integer("prefill_interval", prefill_interval, 1),
+            lag=int(model.runs_ahead()) if lag is None else integer("lag", lag, 0, 64),
         )
         self._clock = clock
         self._pid = os.getpid()
         self._recorder = Recorder(clock)
         calls: SimpleQueue[RequestHandle | None] = SimpleQueue()
-        bound = _whole("max_queue", max_queue, 1)
+        bound = integer("max_queue", max_queue, 1)
         self._queue = WaitingQueue(bound, aging=aging, on_arrival=partial(_arrived, self._recorder, calls))
         self._worker = Worker(model, self._queue, calls, self._recorder, policy, clock)
         self._thread = threading.Thread(target=self._worker.run, name="metrale engine", daemon=True)
@@ -234,10 +232,3 @@ def _stop(worker: Worker, thread: threading.Thread, engine: weakref.ref[Engine])
     worker.stop(drain=False)
     if engine() is not None:
         thread.join()
-
-
-def _whole(name: str, value: object, low: int, high: int = _MOST) -> int:
-    try:
-        return checks.integer(name, value, low, high)
-    except (TypeError, ValueError):
-        raise InvalidInput(name, f"an int from {low} to {high:,}", value) from None

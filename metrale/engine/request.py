@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import math
-import numbers
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, Literal
 
-from gpu_runtime import checks
+from metrale.checks import integer, real
 from metrale.errors import InvalidInput
 from metrale.model import GREEDY, SamplingParams
 
@@ -18,6 +18,8 @@ FinishReason = Literal["eos", "length", "cancelled", "timeout", "error"]
 
 _MOST: Final = (1 << 31) - 1
 """Ids are 32-bit integers on the device; the other numbers have the same limit."""
+
+_LEAST_SECONDS: Final = sys.float_info.min
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +80,12 @@ class Request:
             ("adapter_slot", -1),
             ("priority", -_MOST),
         ):
-            object.__setattr__(self, name, _whole(name, getattr(self, name), low))
+            object.__setattr__(self, name, integer(name, getattr(self, name), low, _MOST))
         if not isinstance(self.sampling, SamplingParams):
             raise InvalidInput("sampling", "a SamplingParams", self.sampling)
-        object.__setattr__(self, "timeout", _seconds("timeout", self.timeout))
+        if self.timeout is not None:
+            expected = "a finite number of seconds above 0, or None"
+            object.__setattr__(self, "timeout", real("timeout", self.timeout, _LEAST_SECONDS, math.inf, expected))
         if not isinstance(self.logprobs, bool):
             raise InvalidInput("logprobs", "a bool", self.logprobs)
         if self.on_token is not None and not callable(self.on_token):
@@ -115,26 +119,11 @@ class Generated:
     error: str | None = None
 
 
-def _whole(argument: str, value: object, low: int) -> int:
-    try:
-        return checks.integer(argument, value, low, _MOST)
-    except (TypeError, ValueError):
-        raise InvalidInput(argument, f"an int from {low:,} to {_MOST:,}", value) from None
-
-
 def _ids(argument: str, values: Iterable[int]) -> tuple[int, ...]:
     """Return ids as a tuple of ints; an error names the first wrong one as ``argument[i]``."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise InvalidInput(argument, "an iterable of ids", values)
     return tuple(
-        value if type(value) is int and 0 <= value <= _MOST else _whole(f"{argument}[{index}]", value, 0)
+        value if type(value) is int and 0 <= value <= _MOST else integer(f"{argument}[{index}]", value, 0, _MOST)
         for index, value in enumerate(values)
     )
-
-
-def _seconds(argument: str, value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
-        raise InvalidInput(argument, "a finite number of seconds above 0, or None", value)
-    return float(value)

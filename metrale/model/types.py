@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import numbers
 import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal, TypeAlias
 
-from gpu_runtime import checks
 from gpu_runtime.pointer import DevicePtr
+from metrale.checks import integer, real
 from metrale.errors import InvalidInput, MetraleError
 
 LogitsDtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
@@ -293,16 +292,16 @@ class SamplingParams:
             ("min_p", 0.0, 1.0, "a number from 0 to 1"),
             ("repetition_penalty", _FLOAT32_TINY, _FLOAT32_MAX, "a finite number above 0"),
         ):
-            object.__setattr__(self, name, _real(name, getattr(self, name), low, high, expected))
+            object.__setattr__(self, name, real(name, getattr(self, name), low, high, expected))
         for name, limit in (
             ("top_k", _INT32_MAX),
             ("no_repeat_ngram_size", _INT32_MAX),
             ("min_new_tokens", _INT32_MAX),
             ("seed", (1 << 64) - 1),
         ):
-            object.__setattr__(self, name, _whole(name, getattr(self, name), limit))
+            object.__setattr__(self, name, integer(name, getattr(self, name), 0, limit))
         for name in ("banned_ids", "eos_ids"):
-            ids = tuple(_whole(f"{name}[{at}]", token, _INT32_MAX) for at, token in enumerate(getattr(self, name)))
+            ids = tuple(integer(f"{name}[{at}]", token, 0, _INT32_MAX) for at, token in enumerate(getattr(self, name)))
             object.__setattr__(self, name, ids)
 
     @property
@@ -314,19 +313,6 @@ class SamplingParams:
     def suppresses_eos(self) -> bool:
         """Whether EOS is withheld from short results."""
         return self.min_new_tokens > 0 and bool(self.eos_ids)
-
-
-def _real(name: str, value: object, low: float, high: float, expected: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= float(value) <= high:
-        raise InvalidInput(name, expected, value)
-    return float(value)
-
-
-def _whole(name: str, value: object, high: int) -> int:
-    try:
-        return checks.integer(name, value, 0, high)
-    except (TypeError, ValueError):
-        raise InvalidInput(name, f"an int from 0 to {high:,}", value) from None
 
 
 @dataclass(frozen=True, slots=True)

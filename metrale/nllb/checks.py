@@ -1,28 +1,12 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Checks of what callers pass, made on the host before any device work."""
+"""Checks of ids, made on the host before any device work."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpu_runtime import checks
+from metrale.checks import integer
 from metrale.errors import InvalidInput
-
-
-def integer(argument: str, value: object, low: int, high: int | None = None, expected: str = "") -> int:
-    """Return an integer from ``low`` to ``high`` (open when None) as an int; NumPy's integers are fine.
-
-    Raises
-    ------
-    InvalidInput
-        When it is not an integer (a bool or a float is none), or out of range. ``expected`` says what may come, if the
-        range alone does not.
-    """
-    try:
-        return checks.integer(argument, value, low, high)
-    except (TypeError, ValueError):
-        span = f"at least {low}" if high is None else f"{low} to {high}"
-        raise InvalidInput(argument, expected or f"an int of {span}", repr(value)) from None
 
 
 def token_id(argument: str, value: object, vocab: int) -> int:

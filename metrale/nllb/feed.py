@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.streams import StreamLike
+from metrale.checks import integer
 from metrale.errors import InvalidInput
 from metrale.model import GREEDY, FeedSource, RowMask, SamplingParams, SequenceState
-from metrale.nllb.checks import integer, token_id
+from metrale.nllb.checks import token_id
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.logits import LogitsRows
 from metrale.nllb.passes import Passes

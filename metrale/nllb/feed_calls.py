@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
+from metrale.checks import integer
 from metrale.errors import SequenceError
 from metrale.model import FeedSource, MixedBatchResult, PrefillSlice, RowMask, SamplingParams, SequenceState
-from metrale.nllb.checks import integer
 from metrale.nllb.decoder import Feed
 from metrale.nllb.forward_calls import ForwardCalls
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from gpu_runtime.backend import NULL
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
+from metrale.checks import integer
 from metrale.errors import InvalidInput
 from metrale.model import MixedBatchResult, MixedForwardResult, PrefillSlice, SequenceState
 from metrale.nllb.admission import PREFIX_LEN, Prompt
-from metrale.nllb.checks import integer, token_id, token_ids
+from metrale.nllb.checks import token_id, token_ids
 from metrale.nllb.core import NllbCore
 from metrale.nllb.decoder import Feed
 

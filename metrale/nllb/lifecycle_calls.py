@@ -7,10 +7,10 @@ from typing import BinaryIO
 
 import numpy as np
 
+from metrale.checks import integer
 from metrale.errors import SequenceError
 from metrale.model import Capacity, SequenceState
 from metrale.nllb.admission import FRAME_LEN, PREFIX_LEN
-from metrale.nllb.checks import integer
 from metrale.nllb.core import NllbCore
 from metrale.nllb.swap import SavedSequence
 

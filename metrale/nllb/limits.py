@@ -8,8 +8,8 @@ from typing import Final
 
 from gpu_runtime import dtypes
 from gpu_runtime.arena import LogitsArena
+from metrale.checks import integer
 from metrale.model import BATCH_LADDER, padded_batch_n
-from metrale.nllb.checks import integer
 from metrale.nllb.config import NllbConfig
 
 _MOST_ENCODER_TOKENS: Final = 16384

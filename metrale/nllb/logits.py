@@ -15,8 +15,8 @@ from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale import ops
+from metrale.checks import integer
 from metrale.errors import InvalidInput
-from metrale.nllb.checks import integer
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.turns import Turn
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from metrale.checks import integer
 from metrale.errors import InvalidInput, NoFreeSlot, SequenceError
 from metrale.model import SequenceState
-from metrale.nllb.checks import integer
 from metrale.nllb.kv import KvPool, Span
 
 

@@ -11,8 +11,9 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
+from metrale.checks import integer
 from metrale.errors import InvalidInput
-from metrale.nllb.checks import integer, token_ids
+from metrale.nllb.checks import token_ids
 from metrale.nllb.limits import ModelShape
 
 _FORMAT: Final = "metrale sequence 1"

@@ -18,8 +18,8 @@ from typing import ClassVar
 from sentencepiece import SentencePieceProcessor
 
 from metrale.checkpoint import read_file, read_json_object, require_folder
+from metrale.checks import integer
 from metrale.errors import CheckpointError, InvalidInput, UnknownLanguage
-from metrale.nllb.checks import integer
 from metrale.nllb.languages import FLORES_200, near_languages
 
 MODEL_FILE = "sentencepiece.bpe.model"

@@ -10,11 +10,11 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Final, overload
 
+from metrale.checks import integer
 from metrale.engine import Engine, EngineClosed, Generated, RequestHandle
 from metrale.errors import InvalidInput, NotSupported, SequenceError
 from metrale.factory import load
 from metrale.model import GREEDY, SamplingParams
-from metrale.nllb.checks import integer
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
 from metrale.translator.jobs import Job, JobMaker, blank

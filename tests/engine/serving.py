@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -13,7 +14,7 @@ from gpu_runtime.host import HostBackend
 from metrale.engine import Engine, Request
 from metrale.model import GREEDY, SamplingParams
 from metrale.nllb.model import NllbModel
-from tests.engine.patience import Gate
+from tests.engine.patience import PATIENCE, Gate
 
 LIMITS: Final = {"max_source_len": 12, "max_new_tokens": 24}
 """Limits of the tiny models here; the sources that `draw_request` draws and their results fit."""
@@ -76,6 +77,9 @@ def serving(model: NllbModel, *, lag: int = 1, **options: Any) -> Iterator[Engin
     before = held(model)
     with Engine(model, lag=lag, **options) as engine:
         yield engine
+        began = time.monotonic()
+        engine.close(timeout=PATIENCE)
+        assert time.monotonic() - began < PATIENCE, "its requests did not come to their ends"
     assert held(model) == before
     assert model.gpu.scan_redzones() == []
 

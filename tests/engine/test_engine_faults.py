@@ -97,6 +97,30 @@ def still_serving(engine: Engine, later: list[Solo]) -> Iterator[None]:
 # a device that fails
 
 
+@pytest.mark.parametrize("what", [None, SOURCES, "sample_f32"])
+def test_a_step_that_fails_is_made_again_in_parts(make_tiny: MakeModel, solo: RunSolo, what: str | None) -> None:
+    """Two lanes decode and two are prefilled beside them; a launch of either part fails, or that of the choice.
+
+    Every lane has a row of its own then as well.
+    """
+    fault = FailCall("launch", what, nth=None)
+    model = make_tiny(open_host(faults=(fault,)), max_batch=4, **LIMITS)
+    requests = [ask(5 + index, max_new_tokens=20) for index in range(4)]
+    with serving(model, prefill_interval=1) as engine, Gate(at=3) as gate:
+        with stopped(engine):
+            handles = [engine.submit(replace(one, on_token=gate)) for one in requests[:2]]
+        gate.reach()  # the second token of the first
+        handles += [engine.submit(one) for one in requests[2:]]
+        seen = fault.seen
+        fault.arm()
+        gate.open()
+        for request, handle in zip(requests, handles, strict=True):
+            solo(request).check(handle)
+        assert fault.seen > seen
+        stats = engine.stats()
+    assert (stats.mixed_steps, stats.finished["error"]) == (1, 0)
+
+
 @pytest.mark.parametrize("kind", USED)
 def test_any_call_fails_once(
     cramped: NllbModel, long: list[Solo], pool: list[Solo], faults: dict[str, FailCall], kind: str
@@ -124,30 +148,6 @@ def test_any_call_fails_once(
         hit += len(lost)
     assert {name for name, count in calls.items() if count} == set(USED)
     assert hit == 0 or kind not in ("launch", "gemm")
-
-
-@pytest.mark.parametrize("what", [None, SOURCES, "sample_f32"])
-def test_a_step_that_fails_is_made_again_in_parts(make_tiny: MakeModel, solo: RunSolo, what: str | None) -> None:
-    """Two lanes decode and two are prefilled beside them; a launch of either part fails, or that of the choice.
-
-    Every lane has a row of its own then as well.
-    """
-    fault = FailCall("launch", what, nth=None)
-    model = make_tiny(open_host(faults=(fault,)), max_batch=4, **LIMITS)
-    requests = [ask(5 + index, max_new_tokens=20) for index in range(4)]
-    with serving(model, prefill_interval=1) as engine, Gate(at=3) as gate:
-        with stopped(engine):
-            handles = [engine.submit(replace(one, on_token=gate)) for one in requests[:2]]
-        gate.reach()  # the second token of the first
-        handles += [engine.submit(one) for one in requests[2:]]
-        seen = fault.seen
-        fault.arm()
-        gate.open()
-        for request, handle in zip(requests, handles, strict=True):
-            solo(request).check(handle)
-        assert fault.seen > seen
-        stats = engine.stats()
-    assert (stats.mixed_steps, stats.finished["error"]) == (1, 0)
 
 
 def test_whose_own_part_fails_is_lost_alone(model: NllbModel, solo: RunSolo) -> None:

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Checks of what callers pass, whose errors name the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+from gpu_runtime import checks
+from metrale.errors import InvalidInput
+
+
+def integer(argument: str, value: object, low: int, high: int | None = None, expected: str = "") -> int:
+    """Return an integer from ``low`` to ``high`` (open when None) as an int; NumPy's integers are fine.
+
+    Raises
+    ------
+    InvalidInput
+        When it is not an integer (a bool or a float is none), or out of range. ``expected`` says what may come, if the
+        range alone does not.
+    """
+    try:
+        return checks.integer(argument, value, low, high)
+    except (TypeError, ValueError):
+        span = f"at least {low:,}" if high is None else f"{low:,} to {high:,}"
+        raise InvalidInput(argument, expected or f"an int of {span}", repr(value)) from None
+
+
+def real(argument: str, value: object, low: float, high: float, expected: str) -> float:
+    """Return a finite number from ``low`` to ``high`` as a float.
+
+    Raises
+    ------
+    InvalidInput
+        When it is no real number (a bool is none), not finite, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidInput(argument, expected, value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not low <= number <= high:
+        raise InvalidInput(argument, expected, value)
+    return number
