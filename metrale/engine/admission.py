@@ -106,9 +106,9 @@ class Admission:
 
 
 def victim(lanes: Sequence[Lane], handle: RequestHandle) -> Lane | None:
-    """Return the lane that gives way to a request: of those of a lower priority that came late enough, the last one.
+    """Return the lane that gives way to a request: the last of those of a lower priority that stand behind it.
 
-    The order of the queue, in which waiting counts, is that of the lanes as well: who waited long gives way to nobody.
+    The order is the queue's, in which waiting counts: who waited long enough gives way to nobody.
     """
     lower = [one for one in lanes if one.priority < handle.request.priority and place(handle) < place(one.handle)]
-    return max(lower, key=lambda one: (-one.priority, place(one.handle)), default=None)
+    return max(lower, key=lambda one: place(one.handle), default=None)

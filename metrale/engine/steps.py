@@ -100,7 +100,7 @@ class Steps:
         Returns
         -------
         list of Failure
-            The lanes that the step gives no token. What their sequences hold is not known.
+            The lanes that the step gives no token, one perhaps twice. What their sequences hold is not known.
         """
         buffer = self._free[0]
         with self._model.exclusive():  # the rows are everybody's until the tokens are chosen
@@ -110,8 +110,7 @@ class Steps:
             failures += self._begin(lanes)
             error = self._choose(lanes, buffer)
         if error is not None:
-            known = [one.lane for one in failures]
-            return [*failures, *(Failure(lane, error) for lane in lanes if lane not in known)]
+            return [*failures, *(Failure(lane, error) for lane in lanes)]
         self._free.popleft()
         self._flights.append(_Flight(lanes, buffer))
         return failures

@@ -137,6 +137,24 @@ def test_while_it_is_moved_out(model: NllbModel, stopper: Stopper, solo: RunSolo
         assert (stats.now.swapped_out, stats.swapped_in_bytes) == (0, 0)
 
 
+def test_while_nothing_can_run(model: NllbModel, stopper: Stopper, solo: RunSolo) -> None:
+    """Others have all slots, so that the engine rests and only looks now and then."""
+    seqs = [model.alloc_sequence() for _ in range(2)]
+    with serving(model, clock=stopper.clock) as engine:
+        handles = [engine.submit(replace(LONG, timeout=stopper.seconds + index)) for index in range(2)]
+        with pytest.raises(TimeoutError):
+            handles[0].result(0.01)
+        stopper.stop(handles[0])
+        check(handles[0].result(PATIENCE), stopper, solo, 0, 0)
+        assert not handles[1].done
+        for seq in seqs:
+            model.free_sequence(seq)
+        solo(LONG).check(handles[1])
+        seqs = [model.alloc_sequence() for _ in range(2)]  # as `serving` found it
+    for seq in seqs:
+        model.free_sequence(seq)
+
+
 def test_in_its_last_step(model: NllbModel, stopper: Stopper, solo: RunSolo) -> None:
     """At its last token the end comes first: it ends as it would have."""
     with serving(model, clock=stopper.clock) as engine, Gate(at=23) as gate:

@@ -20,7 +20,7 @@ from gpu_runtime.gemm import gemm_reference
 from gpu_runtime.host import product_calls
 from metrale.engine import Engine, RequestHandle, admission
 from metrale.engine.worker import NO_CHOICE, NOT_FINITE
-from metrale.model import SamplingParams, SequenceState
+from metrale.model import GREEDY, SamplingParams, SequenceState
 from metrale.nllb.model import NllbModel
 from tests.backends import host_only, open_host
 from tests.conftest import MakeModel
@@ -208,6 +208,22 @@ def test_a_request_whose_way_of_choosing_is_refused_is_lost_alone(model: NllbMod
     with serving(model) as engine, mock.patch.object(model, "begin_sampling", refuse):
         handles = [engine.submit(one.request) for one in pool]
         assert errors_of(handles, pool, "DeviceError: not this one") == [unlucky]
+
+
+def test_a_request_that_fails_twice_in_one_step_fails_once(
+    model: NllbModel, pool: list[Solo], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither can it say how it chooses, nor can anybody of its step choose."""
+    with serving(model) as engine, still_serving(engine, pool[:4]):
+        with (
+            mock.patch.object(model, "begin_sampling", broken("begin")),
+            mock.patch.object(model, "sample_batch_to_feed", broken("choose")),
+        ):
+            handles = [engine.submit(one.request) for one in pool[:8]]
+            assert errors_of(handles, pool[:8], "DeviceError: ") == pool[:8]
+        expected = ["begin" if one.request.sampling != GREEDY else "choose" for one in pool[:8]]
+        assert [handle.result().error for handle in handles] == [f"DeviceError: {one}" for one in expected]
+    assert caplog.messages == []
 
 
 def test_waiting_for_a_step_fails(model: NllbModel, pool: list[Solo]) -> None:

@@ -58,6 +58,19 @@ def test_requests_outgrow_their_sequences(make_small: MakeSmall, solo: RunSolo, 
     assert stats.preemptions > 6
     assert stats.swapped_out_bytes == stats.swapped_in_bytes >= stats.preemptions * POSITION_BYTES * (FRAME + 2)
     assert stats.now.swapped_out == 0
+    assert stats.queue_wait.count == len(requests), "coming back is not coming"
+
+
+def test_whoever_outgrew_its_sequence_comes_back_at_once(make_small: MakeSmall, stingy: None) -> None:
+    """Not at the step at which newcomers may join: with this interval that would be when nothing runs any more."""
+    model, lengths = make_small(27 + 24), []
+    with serving(model, prefill_interval=1000) as engine:
+        with stopped(engine):
+            first, second = (engine.submit(ask(5 + index, max_new_tokens=24)) for index in range(2))
+            first.add_done_callback(lambda _: lengths.append(second.length))
+        second.result(PATIENCE)
+        assert engine.stats().preemptions > 0
+    assert lengths[0] > 12, "the second ran beside the first"
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
@@ -164,6 +177,27 @@ def test_kv_that_others_hold_is_waited_for(make_small: MakeSmall, solo: RunSolo)
         solo(ask()).check(handle)
 
 
+def test_a_request_that_gave_its_room_up_to_another_caller_comes_back(
+    make_small: MakeSmall, solo: RunSolo, stingy: None
+) -> None:
+    """It outgrew the 6 positions that it got; others have all the rest then, and the engine has nothing else to do."""
+    model = make_small(30)
+    request, seqs = ask(5, max_new_tokens=24), [model.alloc_sequence_for(14)]
+
+    def take_the_rest(token: int) -> None:
+        if len(seqs) == 1:
+            seqs.append(model.alloc_sequence_for(10))
+
+    with beside(model, seqs) as engine:
+        handle = engine.submit(replace(request, on_token=take_the_rest))
+        until(lambda: engine.stats().now.swapped_out == 1)
+        with pytest.raises(TimeoutError):
+            handle.result(0.02)
+        for seq in seqs:
+            model.free_sequence(seq)
+        solo(request).check(handle)
+
+
 def test_room_that_comes_free_at_the_wrong_moment_is_room(make_small: MakeSmall, solo: RunSolo) -> None:
     """Another caller gives its KV back just when the engine found none, and before it looks why."""
     model = make_small(40)
@@ -220,9 +254,10 @@ def test_two_engines_and_another_caller_on_one_model(make_small: MakeSmall, pool
         ThreadPoolExecutor(1) as thread,
     ):
         counting = thread.submit(translate_alone)
-        handles = [(one, engine.submit(one.request)) for one in pool[:20] for engine in (first, second)]
-        for one, handle in handles:
-            one.check(handle)
-        until(lambda: counting.running() or counting.done())
-        stop.set()
+        try:
+            handles = [(one, engine.submit(one.request)) for one in pool[:20] for engine in (first, second)]
+            for one, handle in handles:
+                one.check(handle)
+        finally:
+            stop.set()
         assert counting.result(PATIENCE) > 0

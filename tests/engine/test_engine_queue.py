@@ -78,7 +78,9 @@ def test_a_higher_priority_overtakes_and_pushes_out(model: NllbModel, solo: RunS
     assert stats.swapped_in_bytes == stats.swapped_out_bytes > 0
 
 
-def test_the_lowest_of_the_lanes_gives_way_and_of_equal_ones_the_last(make_tiny: MakeModel) -> None:
+@pytest.mark.parametrize(("urgent", "stay"), [(1, "abd"), (2, "ad"), (3, "d"), (4, "")])
+def test_those_who_stand_last_give_way(make_tiny: MakeModel, urgent: int, stay: str) -> None:
+    """By their priorities, and of equal ones who came last."""
     model, ends = make_tiny(max_batch=4, **LIMITS), Ends()
     with serving(model, prefill_interval=1) as engine, Gate(at=2) as gate:
         with stopped(engine):
@@ -86,13 +88,12 @@ def test_the_lowest_of_the_lanes_gives_way_and_of_equal_ones_the_last(make_tiny:
                 request = ask(max_new_tokens=24, priority=priority, on_token=gate if name == "d" else None)
                 ends.watch(name, engine.submit(request))
         gate.reach()
-        urgent = [ends.watch("urgent", engine.submit(ask(max_new_tokens=24, priority=3))) for _ in range(2)]
+        for _ in range(urgent):
+            ends.watch("!", engine.submit(ask(max_new_tokens=24, priority=3)))
         gate.open()
-        for handle in urgent:
-            handle.result(PATIENCE)
-        assert sorted(ends.names) == ["a", "d", "urgent", "urgent"], "b and c gave way to two urgent ones"
-        until(lambda: len(ends.names) == 6)
-        assert engine.stats().preemptions == 2
+        until(lambda: len(ends.names) == 4 + urgent)
+        assert sorted(ends.names[:4]) == sorted("!" * urgent + stay)
+        assert engine.stats().preemptions == urgent
 
 
 def test_who_waited_long_gives_way_to_nobody(model: NllbModel) -> None:
@@ -108,6 +109,59 @@ def test_who_waited_long_gives_way_to_nobody(model: NllbModel) -> None:
             handle.result(PATIENCE)
         assert ends.names == ["new 6", "old", "new 4"]
         assert engine.stats().preemptions == 0, "new 4 comes while old runs"
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(1, 8), (2, 4), (4, 2)])
+def test_newcomers_join_together(make_tiny: MakeModel, interval: int, steps: int) -> None:
+    """One comes at each of the first eight tokens of a request; they join it at every so many steps."""
+    model = make_tiny(max_batch=9, **LIMITS)
+    handles: list[RequestHandle] = []
+
+    def submit_one(token: int) -> None:
+        if len(handles) < 8:
+            handles.append(engine.submit(ask(max_new_tokens=24)))
+
+    with serving(model, lag=0, prefill_interval=interval) as engine:
+        engine.submit(ask(max_new_tokens=24, on_token=submit_one)).result(PATIENCE)
+        assert engine.stats().mixed_steps == steps
+
+
+@pytest.mark.parametrize(("most", "steps"), [(1, 4), (5, 3), (11, 2), (19, 2), (20, 1)])
+def test_a_step_prefills_so_many_tokens(make_tiny: MakeModel, most: int, steps: int) -> None:
+    """Sources of 6, 4, 1 and 9 tokens, in order; one that is longer than that has a step to itself."""
+    model = make_tiny(max_batch=4, **LIMITS)
+    with serving(model, lag=0, max_prefill_tokens=most, prefill_interval=1) as engine:
+        with stopped(engine):
+            handles = [engine.submit(ask(*range(4, 4 + n), max_new_tokens=2)) for n in (6, 4, 1, 9)]
+        for handle in handles:
+            handle.result(PATIENCE)
+        assert engine.stats().steps == 1 + steps
+
+
+def test_who_joins_is_not_pushed_out_before_it_has_run(model: NllbModel) -> None:
+    """While lanes are opened, a callback submits what comes before all of them."""
+    clock, urgent, calls = FakeClock(10.0), [], 0
+
+    with serving(model, clock=clock, aging=2.0, prefill_interval=1) as engine, Gate(at=2) as gate:
+
+        def submit_urgent(token: int) -> None:
+            nonlocal calls
+            calls += 1
+            gate(token)
+            if calls == 3:
+                urgent.append(engine.submit(ask(priority=100)))
+
+        first = engine.submit(ask(priority=5, on_token=submit_urgent))
+        gate.reach()
+        clock.now = 0.0
+        joins = engine.submit(ask(priority=3))
+        clock.now = 10.0
+        pushes = engine.submit(ask(priority=6))  # the first one, which is read up to date for that
+        gate.open()
+        for handle in (first, joins, pushes):
+            assert handle.result(PATIENCE).error is None
+        assert urgent[0].result(PATIENCE).error is None
+        assert calls == 11
 
 
 # deadlines

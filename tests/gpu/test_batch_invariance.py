@@ -91,7 +91,7 @@ def rows_of(op: Op, inputs: Values, rows: list[int]) -> tuple[dict[str, Any], li
     part: dict[str, Any] = dict(inputs)
     for arg in op.spec.args:
         value = part[arg.name]
-        if not arg.shape or arg.shape[0] != "rows":
+        if value is None or not arg.shape or arg.shape[0] != "rows":
             continue
         if isinstance(value, AddressTable):
             part[arg.name] = AddressTable(value.pool, value.starts[rows], value.role)

@@ -157,7 +157,6 @@ KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ("history[counts[LENGTH]] = id", "history[0] = id"),
         ("if (r >= rows)", "if (r + 1 >= rows)"),
         ("        __syncthreads();\n\n        const Mass even", "\n        const Mass even"),
-        ("    __syncthreads();\n    const int length = min", "\n    const int length = min"),
         # in the headers
         ("round < 10", "round < 9"),
         ("second += 0xbb67ae85u", "second += 0x9e3779b9u"),
