@@ -2,11 +2,22 @@
 """NLLB-200 and M2M-100 translation from raw device pointers."""
 
 from metrale.demo import demo_model_path
-from metrale.engine import Engine, Generated, Request, RequestHandle
+from metrale.engine import (
+    Engine,
+    EngineClosed,
+    EngineError,
+    EngineStats,
+    Generated,
+    QueueFull,
+    Request,
+    RequestFailed,
+    RequestHandle,
+)
 from metrale.errors import (
     CheckpointError,
     InvalidInput,
     MetraleError,
+    NoFreeSlot,
     NonFiniteLogits,
     NotSupported,
     SequenceError,
@@ -32,6 +43,9 @@ __all__ = [
     "BeamReq",
     "CheckpointError",
     "Engine",
+    "EngineClosed",
+    "EngineError",
+    "EngineStats",
     "FeedSource",
     "Generated",
     "InvalidInput",
@@ -39,10 +53,13 @@ __all__ = [
     "MixedBatchResult",
     "MixedForwardResult",
     "Model",
+    "NoFreeSlot",
     "NonFiniteLogits",
     "NotSupported",
     "PrefillSlice",
+    "QueueFull",
     "Request",
+    "RequestFailed",
     "RequestHandle",
     "RowMask",
     "SamplingParams",

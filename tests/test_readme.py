@@ -33,7 +33,7 @@ def test_snippet_runs(index: int, tmp_path: Path) -> None:
 
 def test_there_are_snippets_for_every_level() -> None:
     assert len(README_SNIPPETS) == 5
-    assert len(ENGINE_SNIPPETS) == 1
+    assert len(ENGINE_SNIPPETS) == 2
 
 
 def test_the_first_shell_block_is_two_commands() -> None:

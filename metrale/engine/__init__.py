@@ -2,7 +2,7 @@
 """The engine: requests in, tokens out, many at a time. It drives any model through the Model interface."""
 
 from metrale.engine.engine import Engine
-from metrale.engine.errors import EngineClosed, EngineError, QueueFull
+from metrale.engine.errors import EngineClosed, EngineError, QueueFull, RequestFailed
 from metrale.engine.handle import RequestHandle
 from metrale.engine.request import FinishReason, Generated, Request
 from metrale.engine.stats import EngineStats
@@ -16,5 +16,6 @@ __all__ = [
     "Generated",
     "QueueFull",
     "Request",
+    "RequestFailed",
     "RequestHandle",
 ]

@@ -41,7 +41,7 @@ class Admission:
         """Return a lane with a new sequence, or None when there is no room for one now."""
         request = handle.request
         usual = len(request.prompt_tokens) * 3 // 2 + _SPARE
-        found = self._alloc(len(request.prompt_tokens), request.max_new_tokens, usual)
+        found = self._alloc(len(request.prompt_tokens), request.most_tokens, usual)
         if found is None:
             return None
         seq, limit = found
@@ -55,7 +55,7 @@ class Admission:
         Raises what the model raises when it cannot restore the sequence.
         """
         request = swapped.handle.request
-        found = self._alloc(len(request.prompt_tokens), request.max_new_tokens, swapped.positions + _SPARE)
+        found = self._alloc(len(request.prompt_tokens), request.most_tokens, swapped.positions + _SPARE)
         if found is None:
             return None
         seq, limit = found

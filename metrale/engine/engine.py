@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -77,6 +78,8 @@ class Engine:
         aging: float = AGING_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if not isinstance(model, Model):
+            raise InvalidInput("model", "a Model", model)
         if not model.supports_device_token_feed():
             raise NotSupported(type(model).__name__, "Engine", "it has no device token feed")
         self._capacity = model.capacity()
@@ -113,6 +116,14 @@ class Engine:
     ) -> None:
         self.close(drain=kind is None)
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose(drain=kind is None)
+
     def submit(self, request: Request, *, block: bool = True, timeout: float | None = None) -> RequestHandle:
         """Let a request in and return its handle.
 
@@ -138,8 +149,14 @@ class Engine:
                 raise
         return handle
 
-    async def asubmit(self, request: Request) -> RequestHandle:
-        """Do as `submit` in an event loop, which goes on while the queue is full."""
+    async def asubmit(self, request: Request, *, block: bool = True) -> RequestHandle:
+        """Do as `submit` in an event loop, which goes on while the queue is full.
+
+        A task that is cancelled while it waits takes its request back. Later, nothing cancels a request by itself, not
+        the end of the task either: a server calls `RequestHandle.cancel` when its client is gone.
+        """
+        if not block:
+            return self.submit(request, block=False)
         handle = self._handle(request)
         if not handle.done:
             await self._queue.aput(handle)
@@ -150,8 +167,10 @@ class Engine:
             raise EngineError("the engine belongs to another process: a fork has none of its threads")
         if self._queue.closed:
             raise EngineClosed("the engine is closed")
-        handle = RequestHandle(self._checked(request), clock=self._clock, on_cancel=self._worker.cancel)
-        if handle.request.max_new_tokens == 1:  # the language token, which is given
+        handle = RequestHandle(
+            self._checked(request), clock=self._clock, engine_thread=self._thread, on_cancel=self._worker.cancel
+        )
+        if handle.request.most_tokens == 1:  # the language token, which is given
             self._recorder.submitted()
             self._recorder.finished("length", 0.0)
             handle.finish("length")
@@ -162,15 +181,24 @@ class Engine:
         if not isinstance(request, Request):
             raise InvalidInput("request", "a Request", request)
         capacity, sampling = self._capacity, request.sampling
+        if request.eos_ids is None or request.max_new_tokens is None:
+            eos = capacity.eos_ids if request.eos_ids is None else request.eos_ids
+            request = replace(request, eos_ids=eos, max_new_tokens=request.max_new_tokens or capacity.max_new_tokens)
+        for name, language, needed in (
+            ("src_lang_id", request.src_lang_id, capacity.needs_src_lang),
+            ("tgt_lang_id", request.tgt_lang_id, capacity.needs_tgt_lang),
+        ):
+            if needed and not language:
+                raise InvalidInput(name, "a language id, as the model was loaded without a default", 0)
         for name, count, most in (
             ("prompt_tokens", len(request.prompt_tokens), capacity.max_prompt_tokens),
-            ("max_new_tokens", request.max_new_tokens, capacity.max_new_tokens),
+            ("max_new_tokens", request.most_tokens, capacity.max_new_tokens),
         ):
             if count > most:
                 raise InvalidInput(name, f"at most {most} tokens, the model's limit", f"{count}")
         for name, ids in (
             ("prompt_tokens", request.prompt_tokens),
-            ("eos_ids", request.eos_ids),
+            ("eos_ids", request.end_ids),
             ("src_lang_id", (request.src_lang_id,)),
             ("tgt_lang_id", (request.tgt_lang_id,)),
             ("sampling.banned_ids", sampling.banned_ids),
@@ -179,7 +207,9 @@ class Engine:
             if ids and max(ids) >= self._vocab:
                 raise InvalidInput(name, f"ids in [0, {self._vocab})", f"{max(ids)}")
         if sampling.min_new_tokens and not sampling.eos_ids:
-            request = replace(request, sampling=replace(sampling, eos_ids=tuple(sorted(request.eos_ids))))
+            withheld = tuple(sorted(request.end_ids))
+            least = sampling.min_new_tokens if withheld else 0  # without any, nothing ends it early
+            request = replace(request, sampling=replace(sampling, eos_ids=withheld, min_new_tokens=least))
         return request
 
     @property
@@ -216,6 +246,10 @@ class Engine:
             self._worker.stop(drain=False)
             self._thread.join()
         self._finalizer.detach()
+
+    async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """Do as `close` in an event loop, which goes on meanwhile."""
+        await asyncio.to_thread(self.close, drain=drain, timeout=timeout)
 
 
 def _arrived(recorder: Recorder, calls: SimpleQueue[RequestHandle | None]) -> None:

@@ -14,5 +14,9 @@ class QueueFull(EngineError):
     """As many requests wait as may, and none left in the time that the caller gave."""
 
 
+class RequestFailed(EngineError):
+    """A request ended with "error"; raised by `metrale.engine.Generated.raise_for_error` alone."""
+
+
 class EngineClosed(EngineError):
     """The engine takes no more requests."""

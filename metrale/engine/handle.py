@@ -15,6 +15,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any, Final
 
+from metrale.engine.errors import EngineError
 from metrale.engine.request import FinishReason, Generated, Request
 from metrale.engine.wakeup import LoopWakeup, ThreadWakeup
 from metrale.errors import SequenceError
@@ -37,6 +38,8 @@ class RequestHandle:
     request : Request
     clock : callable
         Seconds; the engine's.
+    engine_thread : threading.Thread or None
+        The thread that produces, on which nobody may wait for what it produces.
     on_cancel : callable or None
         Called with the handle when its request is to be cancelled, from any thread, also from a signal handler: it must
         not block. Let go when the request ends.
@@ -61,6 +64,7 @@ class RequestHandle:
         "_cancel_requested",
         "_clock",
         "_end_waiters",
+        "_engine_thread",
         "_error",
         "_length",
         "_lock",
@@ -83,6 +87,7 @@ class RequestHandle:
         request: Request,
         *,
         clock: Callable[[], float] = time.monotonic,
+        engine_thread: threading.Thread | None = None,
         on_cancel: Callable[[RequestHandle], None] | None = None,
     ) -> None:
         self.request = request
@@ -93,6 +98,7 @@ class RequestHandle:
         self.finished_at: float | None = None
         self.place: tuple[float, int] | None = None
         self._clock = clock
+        self._engine_thread = engine_thread
         self._on_cancel = on_cancel
         self._lock = threading.Lock()
         self._tokens = array("i")
@@ -142,10 +148,14 @@ class RequestHandle:
     def result(self, timeout: float | None = None) -> Generated:
         """Wait for the request's end, at most ``timeout`` seconds, and return a new copy of what it came to.
 
+        What went wrong with it is in the result: see `Generated.raise_for_error`.
+
         Raises
         ------
         TimeoutError
             When it has not ended by then. It goes on.
+        EngineError
+            When it is called on the engine's own thread, in a callback, before the request has ended.
         """
         if self._reason is None:
             self._wait(None, timeout)
@@ -209,7 +219,7 @@ class RequestHandle:
             When the request has ended.
         """
         request = self.request
-        is_eos = token in request.eos_ids
+        is_eos = token in request.end_ids
         if self.first_token_at is None:
             self.first_token_at = self._clock()
         waiters: list[Wakeup] = []
@@ -227,7 +237,7 @@ class RequestHandle:
             waiter.wake()
         if is_eos:
             return "eos"
-        return "length" if self._length >= request.max_new_tokens else None
+        return "length" if self._length >= request.most_tokens else None
 
     def call_on_token(self, token: int) -> str | None:
         """Call the request's ``on_token``, if it has one, unless the token is EOS; return what it raised, as a text.
@@ -235,7 +245,7 @@ class RequestHandle:
         Everything that it raises is caught, ``SystemExit`` as well: other requests have nothing to do with it.
         """
         callback = self.request.on_token
-        if callback is None or token in self.request.eos_ids:
+        if callback is None or token in self.request.end_ids:
             return None
         try:
             callback(token)
@@ -304,6 +314,10 @@ class RequestHandle:
         waiter = ThreadWakeup()
         if self._register(waiter, position):
             try:
+                if threading.current_thread() is self._engine_thread:
+                    raise EngineError(
+                        "a callback waits for a request, which goes on only when the callback has returned"
+                    )
                 waiter.wait(timeout)
             finally:
                 self._unregister(waiter)

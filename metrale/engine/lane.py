@@ -42,7 +42,7 @@ class Lane:
     @property
     def is_complete(self) -> bool:
         """Whether the steps enqueued reach the request's limit. The language token, which is given, counts."""
-        return 1 + self.chosen >= self.handle.request.max_new_tokens
+        return 1 + self.chosen >= self.handle.request.most_tokens
 
     @property
     def is_full(self) -> bool:

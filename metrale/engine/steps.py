@@ -188,11 +188,6 @@ class Steps:
         logprobs = results[1].view(np.float32).tolist()
         return [Outcome(*one) for one in zip(flight.lanes, ids, logprobs, flags, strict=True)]
 
-    def drop(self) -> None:
-        """Forget the steps in flight, after one of them failed on the device."""
-        while self._flights:
-            self._free.append(self._flights.popleft().buffer)
-
 
 def _twice(call: Callable[[], None]) -> Exception | None:
     """Make a call, and once more if it fails; return how it failed then."""

@@ -359,7 +359,6 @@ class Worker:
         try:
             outcomes = self._steps.read()
         except Exception as error:  # on the device; what was enqueued after it cannot be trusted either
-            self._steps.drop()
             for lane in dict.fromkeys(lanes):
                 if not lane.ended:
                     self._end(lane, "error", _text(error))

@@ -105,12 +105,19 @@ class Capacity:
     prompt_overhead : int
         KV positions that a prompt takes beside one for each of its tokens. ``alloc_sequence_for`` counts them, and one
         position for each token that the decoder is given.
+    eos_ids : frozenset of int
+        Ids that end a sequence.
+    needs_src_lang, needs_tgt_lang : bool
+        Whether every sequence must name the language, because there is none that 0 could stand for.
     """
 
     max_sequences: int
     max_prompt_tokens: int
     max_new_tokens: int
     prompt_overhead: int
+    eos_ids: frozenset[int] = frozenset()
+    needs_src_lang: bool = False
+    needs_tgt_lang: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from metrale.nllb.kv import KvPool
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.logits import LogitsRows
 from metrale.nllb.passes import Passes
-from metrale.nllb.plan import MemoryPlan, check_launches, check_memory, plan_memory
+from metrale.nllb.plan import MemoryPlan, check_launches, check_memory, check_pool, plan_memory
 from metrale.nllb.sequences import SequenceTable
 from metrale.nllb.tokenizer import NllbTokenizer
 from metrale.nllb.turns import Turn
@@ -50,6 +50,7 @@ class NllbCore(TranslationOnly):
         with ExitStack() as undo:
             if owns_gpu:
                 undo.callback(gpu.close)
+            check_pool(shape)
             check_memory(gpu, plan_memory(shape))
             check_launches(gpu, shape, checkpoint.path)
             params = load_weights(gpu, shape, checkpoint, weights)

@@ -102,6 +102,8 @@ class TokenFeed:
         """Set how the ids of a prefilled sequence are chosen, and tell the device what it must know for that."""
         if not isinstance(params, SamplingParams):
             raise InvalidInput("params", "a SamplingParams", params)
+        if params.min_new_tokens and not params.eos_ids:
+            raise InvalidInput("params.eos_ids", "the ids that min_new_tokens withholds", ())
         for name in ("banned_ids", "eos_ids"):
             for index, token in enumerate(getattr(params, name)):
                 token_id(f"{name}[{index}]", token, self._shape.vocab)

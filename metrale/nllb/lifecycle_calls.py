@@ -126,7 +126,15 @@ class LifecycleCalls(NllbCore):
 
     def capacity(self) -> Capacity:
         limits = self.shape.limits
-        return Capacity(limits.max_batch, limits.max_source_len - FRAME_LEN, limits.max_new_tokens, FRAME_LEN)
+        return Capacity(
+            max_sequences=limits.max_batch,
+            max_prompt_tokens=limits.max_source_len - FRAME_LEN,
+            max_new_tokens=limits.max_new_tokens,
+            prompt_overhead=FRAME_LEN,
+            eos_ids=frozenset(self.config.generation.eos_token_id),
+            needs_src_lang=self.languages.source is None,
+            needs_tgt_lang=self.languages.target is None,
+        )
 
     def device_bytes(self) -> int:
         return self.gpu.live_bytes()

@@ -11,7 +11,8 @@ from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import OutOfMemory
 from gpu_runtime.launch import check_geometry
 from gpu_runtime.op import Op
-from metrale.errors import CheckpointError
+from metrale.errors import CheckpointError, InvalidInput
+from metrale.nllb.admission import FRAME_LEN, PREFIX_LEN
 from metrale.nllb.device_weights import weight_layout
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.workspace import CROSS_KV_ROWS, workspace_layout
@@ -54,6 +55,20 @@ def check_memory(gpu: GpuBackend, plan: MemoryPlan) -> None:
             live=gpu.live_bytes(),
             limit=gpu.total_memory(),
         )
+
+
+def check_pool(shape: ModelShape) -> None:
+    """Refuse a KV pool that not even the shortest sequence fits into.
+
+    Raises
+    ------
+    InvalidInput
+        When ``kv_bytes`` is less than the frame of an empty source and the decoder's prefix need.
+    """
+    least = (FRAME_LEN + PREFIX_LEN) * shape.position_bytes
+    if shape.kv_bytes < least:
+        what = f"at least {least:,} bytes ({FRAME_LEN + PREFIX_LEN} positions of {shape.position_bytes:,} bytes)"
+        raise InvalidInput("kv_bytes", what, f"{shape.kv_bytes:,}")
 
 
 def check_launches(gpu: GpuBackend, shape: ModelShape, path: Path) -> None:

@@ -96,6 +96,8 @@ def _layout(shape: ModelShape) -> dict[str, Any]:
 
 
 def _read_header(reader: BinaryIO) -> dict[str, Any]:
+    if not callable(getattr(reader, "readline", None)):
+        raise InvalidInput("reader", "an open binary file", reader)
     line = reader.readline(_MOST_HEADER)
     try:
         header = json.loads(line)

@@ -49,7 +49,7 @@ def alone(model: NllbModel, request: Request) -> Generated:
     """Run a request on a model that nobody else uses, one step after the other."""
     result = Generated(logprobs=[])
     assert result.logprobs is not None
-    if request.max_new_tokens > 1:
+    if request.most_tokens > 1:
         seq = model.alloc_sequence()
         seq.src_lang_id, seq.tgt_lang_id = request.src_lang_id, request.tgt_lang_id
         event, memory = model.create_event(), model.alloc_host_pinned(3 * 4)
@@ -63,11 +63,11 @@ def alone(model: NllbModel, request: Request) -> Generated:
             token = int(dst[0, 0])
             result.length += 1
             result.logprobs.append(float(dst[1].view(np.float32)[0]))
-            if token in request.eos_ids:
+            if token in request.end_ids:
                 result.finish_reason = "eos"
                 break
             result.ids.append(token)
-            if result.length >= request.max_new_tokens:
+            if result.length >= request.most_tokens:
                 break
             row = model.decode(token, seq)
         model.free_sequence(seq)

@@ -132,7 +132,7 @@ def judge(job: Job, alone: Generated, now: float, capacity: int) -> str:
         assert handle.deadline is not None
         assert handle.deadline <= now
     elif result.error == NO_MEMORY:
-        assert len(request.prompt_tokens) + 2 + request.max_new_tokens > capacity, "it would have fitted alone"
+        assert len(request.prompt_tokens) + 2 + request.most_tokens > capacity, "it would have fitted alone"
         return "no memory"
     else:
         assert result.error == "on_token raised RuntimeError: mischief", f"{result.error}: {job}"

@@ -44,7 +44,7 @@ class Solo:
 
     @property
     def reason(self) -> str:
-        return "eos" if self.ids and self.ids[-1] in self.request.eos_ids else "length"
+        return "eos" if self.ids and self.ids[-1] in self.request.end_ids else "length"
 
     @property
     def tokens(self) -> list[int]:
@@ -75,7 +75,7 @@ def run_solo(model: NllbModel, request: Request) -> Solo:
     clear = True
     seq = model.alloc_sequence()
     seq.src_lang_id, seq.tgt_lang_id = request.src_lang_id, request.tgt_lang_id
-    ptr = model.prefill(request.prompt_tokens, seq) if request.max_new_tokens > 1 else None
+    ptr = model.prefill(request.prompt_tokens, seq) if request.most_tokens > 1 else None
     while ptr is not None:
         row = model.copy_logits_to_host(ptr).astype(np.float64)
         rows.append(row)
@@ -83,7 +83,7 @@ def run_solo(model: NllbModel, request: Request) -> Solo:
         for _ in range(_NUDGES):
             nudged = row + rng.uniform(-NUDGE, NUDGE, len(row)) * np.abs(row).max()
             clear = clear and choose(nudged, request, seq.tokens) == ids[-1]
-        is_last = ids[-1] in request.eos_ids or 1 + len(ids) >= request.max_new_tokens
+        is_last = ids[-1] in request.end_ids or 1 + len(ids) >= request.most_tokens
         ptr = None if is_last else model.decode(ids[-1], seq)
     model.free_sequence(seq)
     return Solo(request, ids, np.array(rows), clear)
@@ -94,7 +94,7 @@ def choose(row: NDArray[np.float64], request: Request, history: Sequence[int]) -
     params = request.sampling
     x = processed(row, params, history)
     if len(history) - 1 < params.min_new_tokens:  # the start token was not generated
-        x[list(params.eos_ids or request.eos_ids)] = -np.inf
+        x[list(params.eos_ids or request.end_ids)] = -np.inf
     if params.temperature == 0:
         return int(x.argmax())
     scores = kept_scores(x, params.temperature, params.top_k, params.top_p, params.min_p)

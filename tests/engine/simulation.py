@@ -118,7 +118,7 @@ class Simulation:
     def _submit(self, job: Job, queue: WaitingQueue, worker: Worker, recorder: Recorder) -> bool:
         """Do as `Engine.submit` does."""
         handle = RequestHandle(job.request, clock=self.clock, on_cancel=worker.cancel)
-        if job.request.max_new_tokens == 1:
+        if job.request.most_tokens == 1:
             handle.finish("length")
         else:
             try:
@@ -133,7 +133,7 @@ class Simulation:
     def _check(self, stats: EngineStats) -> None:
         """The counts are those of what happened."""
         submitted = [job.handle for job in self.jobs if job.handle is not None]
-        handles = [handle for handle in submitted if handle.request.max_new_tokens > 1]
+        handles = [handle for handle in submitted if handle.request.most_tokens > 1]
         assert stats.submitted == len(submitted)
         assert sum(stats.finished.values()) == len(handles)
         for reason, count in stats.finished.items():

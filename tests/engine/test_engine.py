@@ -99,6 +99,26 @@ def test_tasks_of_an_event_loop(model: NllbModel, pool: list[Solo]) -> None:
         asyncio.run(use_all(engine))
 
 
+def test_an_engine_of_an_event_loop(model: NllbModel, solo: RunSolo) -> None:
+    """The loop goes on while the engine comes to its end."""
+
+    async def use() -> list[RequestHandle]:
+        turns = 0
+        async with Engine(model) as engine:
+            handles = [await engine.asubmit(ask(5 + index, max_new_tokens=24)) for index in range(6)]
+            closing = asyncio.create_task(engine.aclose())
+            while not closing.done():
+                await asyncio.sleep(0)
+                turns += 1
+        assert turns > 10
+        assert engine.closed
+        return handles
+
+    for index, handle in enumerate(asyncio.run(use())):
+        assert handle.done
+        solo(ask(5 + index, max_new_tokens=24)).check(handle)
+
+
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_every_length(model: NllbModel, solo: RunSolo, lag: int) -> None:
     """A request for n tokens gets the language token and the first n - 1 of those that a longer one gets."""
@@ -120,6 +140,16 @@ def test_a_request_for_the_language_alone_ends_at_once(model: NllbModel) -> None
         assert handle.done
         assert list(handle) == []
         assert (handle.result().logprob, handle.result().logprobs) == (0, [])
+
+
+def test_what_a_request_does_not_say_is_the_models(make_tiny: MakeModel, solo: RunSolo) -> None:
+    """Its limit of tokens, the ids that end, and the languages that it was loaded with."""
+    model = make_tiny(max_batch=2, source=80, target=81, **LIMITS)
+    said = Request([5, 6], 80, 81, 24, eos_ids=frozenset({2}))
+    with serving(model) as engine:
+        solo(said).check(engine.submit(Request([5, 6])))
+        solo(said).check(engine.submit(said))
+        solo(replace(said, tgt_lang_id=83)).check(engine.submit(Request([5, 6], tgt_lang_id=83)))
 
 
 def test_any_of_several_eos_ids_ends_a_request(model: NllbModel, solo: RunSolo) -> None:
@@ -183,6 +213,8 @@ def test_logprobs_are_of_the_unprocessed_logits(model: NllbModel, pool: list[Sol
         ({"max_new_tokens": 25}, "max_new_tokens"),
         ({"eos_ids": {97}}, "eos_ids"),
         ({"src_lang_id": 97}, "src_lang_id"),
+        ({"src_lang_id": 0}, "src_lang_id"),
+        ({"tgt_lang_id": 0}, "tgt_lang_id"),
         ({"tgt_lang_id": 1000}, "tgt_lang_id"),
         ({"prompt_tokens": [5, 97]}, "prompt_tokens"),
         ({"prompt_tokens": [5] * 11}, "prompt_tokens"),
@@ -226,6 +258,11 @@ def test_a_wrong_option_is_refused_by_name(model: NllbModel, options: dict[str, 
     assert caught.value.argument == name
 
 
+def test_what_is_no_model_is_refused(model: NllbModel) -> None:
+    with pytest.raises(InvalidInput, match="model: expected a Model"):
+        Engine(model.gpu)  # type: ignore[arg-type]
+
+
 def test_a_model_without_a_feed_is_refused(model: NllbModel) -> None:
     with (
         mock.patch.object(model, "supports_device_token_feed", return_value=False),
@@ -234,18 +271,15 @@ def test_a_model_without_a_feed_is_refused(model: NllbModel) -> None:
         Engine(model)
 
 
-@pytest.mark.parametrize("options", [{"tgt_lang_id": 0}, {"adapter_slot": 3}])
-def test_what_only_the_prefill_refuses_ends_that_request_alone(
-    model: NllbModel, pool: list[Solo], options: dict[str, Any]
-) -> None:
-    """A language that has no default, an adapter that is not there: the others of the step go on."""
+def test_what_only_the_prefill_refuses_ends_that_request_alone(model: NllbModel, pool: list[Solo]) -> None:
+    """An adapter that is not there: the others of the step go on."""
     with serving(model, prefill_interval=1) as engine:
         for index in range(0, 12, 3):
             first, second = pool[index : index + 2]
-            handles = [engine.submit(one) for one in (first.request, replace(ask(), **options), second.request)]
+            handles = [engine.submit(one) for one in (first.request, ask(adapter_slot=3), second.request)]
             result = handles[1].result(PATIENCE)
             assert (result.ids, result.finish_reason) == ([], "error")
-            assert str(result.error).startswith(("InvalidInput: tgt_lang_id", "NotSupported: NllbModel"))
+            assert str(result.error).startswith("NotSupported: NllbModel does not support adapter_slot")
             first.check(handles[0])
             second.check(handles[2])
 

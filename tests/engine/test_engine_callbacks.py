@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -110,6 +111,15 @@ def test_callbacks_cancel_themselves_and_others(model: NllbModel, solo: RunSolo)
         solo(long).check(handles[-1])
 
 
+def test_a_callback_that_waits_for_a_request_is_told_that_it_cannot(model: NllbModel) -> None:
+    """It would wait for itself."""
+    with serving(model) as engine:
+        other = engine.submit(ask(max_new_tokens=24))
+        result = engine.submit(ask(on_token=lambda _: other.result())).result(PATIENCE)
+        assert str(result.error).startswith("on_token raised EngineError: a callback waits for a request")
+        assert other.result(PATIENCE).error is None
+
+
 def test_a_chain_of_ends(model: NllbModel) -> None:
     """Each request that ends cancels the next one, those that wait included."""
     ends: list[int] = []
@@ -170,3 +180,20 @@ def test_a_callback_that_cancels_at_the_end_of_everything(model: NllbModel) -> N
         for handle in handles:
             handle.result(PATIENCE)
     assert results == ["cancelled"] * 6
+
+
+@pytest.mark.parametrize("wait", [lambda handle: handle.result(), list], ids=["result", "iteration"])
+def test_waiting_for_a_request_in_a_callback_is_refused(model: NllbModel, wait: Callable[..., object]) -> None:
+    """Nobody would let it go on. Of a request that has ended, both return at once."""
+    others: list[RequestHandle] = []
+
+    def on_token(token: int) -> None:
+        wait(others[0])
+
+    with serving(model) as engine:
+        others.append(engine.submit(ask()))
+        others[0].result(PATIENCE)
+        assert engine.submit(ask(on_token=on_token)).result(PATIENCE).error is None
+        with model.exclusive():  # it cannot begin before its handle is in the list
+            others[0] = engine.submit(ask(on_token=on_token))
+        assert "EngineError: a callback waits" in str(others[0].result(PATIENCE).error)

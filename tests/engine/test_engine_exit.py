@@ -14,7 +14,7 @@ import pytest
 from tests.engine.patience import PATIENCE
 
 EXIT = """
-    import asyncio, sys, threading
+    import asyncio, sys, threading, time
     import metrale
     from gpu_runtime.host import HostBackend
     from metrale.engine import Engine, Request
@@ -38,7 +38,7 @@ EXIT = """
         "print('end'); sys.exit(0)",
         "threading.Thread(target=lambda: [print('end') for _ in [handles[0].result(20)]]).start()",
         "asyncio.run(handles[0].aresult()); print('end')",
-        "handles[0].add_done_callback(lambda handle: print(handle.finish_reason and 'end'))",
+        "handles[-1].add_done_callback(lambda handle: [time.sleep(0.1), print(handle.finish_reason and 'end')])",
     ],
     ids=["running", "dropped", "garbage", "sys.exit", "a thread waits", "after a loop", "a callback"],
 )

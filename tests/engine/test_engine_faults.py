@@ -185,6 +185,7 @@ def test_steps_that_always_fail(model: NllbModel, pool: list[Solo]) -> None:
             handles = [engine.submit(one.request) for one in pool]
             lost = errors_of(handles, pool, "DeviceError: broken")
         assert lost == [one for one in pool if len(one.ids) > 1]
+        assert engine.stats().decoded_rows == 0
         assert all(handle.result().ids == one.tokens[:1] for one, handle in zip(pool, handles, strict=True))
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from metrale.engine import Engine, QueueFull, Request, RequestHandle
+from metrale.errors import InvalidInput
 from metrale.nllb.model import NllbModel
 from tests.backends import host_only
 from tests.conftest import MakeModel
@@ -27,7 +28,7 @@ def model(make_tiny: MakeModel) -> NllbModel:
 
 
 class Ends:
-    """The order in which requests end."""
+    """The order in which requests end. A callback comes after the end that a consumer hears of."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -35,6 +36,11 @@ class Ends:
     def watch(self, name: str, handle: RequestHandle) -> RequestHandle:
         handle.add_done_callback(lambda _: self.names.append(name))
         return handle
+
+    def wait(self, count: int) -> list[str]:
+        """Return the names when there are so many."""
+        until(lambda: len(self.names) == count)
+        return self.names
 
 
 def submit_busy(engine: Engine, gate: Gate, **options: int) -> RequestHandle:
@@ -51,11 +57,10 @@ def test_the_first_come_is_the_first_served(model: NllbModel) -> None:
     ends = Ends()
     with serving(model, max_lanes=1) as engine, Gate() as gate:
         submit_busy(engine, gate)
-        handles = [ends.watch(name, engine.submit(ask(max_new_tokens=3))) for name in "abcd"]
+        for name in "abcd":
+            ends.watch(name, engine.submit(ask(max_new_tokens=3)))
         gate.open()
-        for handle in handles:
-            handle.result(PATIENCE)
-    assert ends.names == list("abcd")
+        assert ends.wait(4) == list("abcd")
 
 
 @pytest.mark.parametrize("interval", [1, 4])
@@ -91,8 +96,7 @@ def test_those_who_stand_last_give_way(make_tiny: MakeModel, urgent: int, stay: 
         for _ in range(urgent):
             ends.watch("!", engine.submit(ask(max_new_tokens=24, priority=3)))
         gate.open()
-        until(lambda: len(ends.names) == 4 + urgent)
-        assert sorted(ends.names[:4]) == sorted("!" * urgent + stay)
+        assert sorted(ends.wait(4 + urgent)[:4]) == sorted("!" * urgent + stay)
         assert engine.stats().preemptions == urgent
 
 
@@ -101,13 +105,12 @@ def test_who_waited_long_gives_way_to_nobody(model: NllbModel) -> None:
     clock, ends = FakeClock(), Ends()
     with serving(model, max_lanes=1, clock=clock, aging=2.0, prefill_interval=1) as engine, Gate() as gate:
         submit_busy(engine, gate, priority=100)
-        old = ends.watch("old", engine.submit(ask(max_new_tokens=24)))
+        ends.watch("old", engine.submit(ask(max_new_tokens=24)))
         clock.now += 10
-        new = [ends.watch(f"new {p}", engine.submit(ask(max_new_tokens=4, priority=p))) for p in (4, 6)]
+        for priority in (4, 6):
+            ends.watch(f"new {priority}", engine.submit(ask(max_new_tokens=4, priority=priority)))
         gate.open()
-        for handle in (old, *new):
-            handle.result(PATIENCE)
-        assert ends.names == ["new 6", "old", "new 4"]
+        assert ends.wait(3) == ["new 6", "old", "new 4"]
         assert engine.stats().preemptions == 0, "new 4 comes while old runs"
 
 
@@ -218,6 +221,8 @@ def test_a_full_queue(model: NllbModel) -> None:
             engine.submit(ask(), block=False)
         with pytest.raises(QueueFull):
             engine.submit(ask(), timeout=0.001)
+        with pytest.raises(QueueFull):
+            asyncio.run(engine.asubmit(ask(), block=False))
         with ThreadPoolExecutor() as threads:
             blocked = threads.submit(engine.submit, ask(), timeout=PATIENCE)
             until(lambda: engine._queue.blocked == 1)
@@ -226,7 +231,7 @@ def test_a_full_queue(model: NllbModel) -> None:
             handles.append(blocked.result(PATIENCE))
         assert [handle.result(PATIENCE).finish_reason for handle in handles] == ["length"] * 3
         stats = engine.stats()
-    assert (stats.rejected, stats.submitted, sum(stats.finished.values())) == (2, 4, 4)
+    assert (stats.rejected, stats.submitted, sum(stats.finished.values())) == (3, 4, 4)
 
 
 def test_a_full_queue_holds_a_task_back_and_not_its_loop(model: NllbModel) -> None:
@@ -321,3 +326,30 @@ def test_many_producers_share_the_room(model: NllbModel, solo: RunSolo) -> None:
         for request, handle in zip(requests, threads.map(produce, requests), strict=True):
             solo(request).check(handle)
     assert most <= 1
+
+
+@pytest.mark.parametrize(
+    ("given", "argument"), [({}, "tgt_lang_id"), ({"target": 81}, None), ({"source": 80}, "tgt_lang_id")]
+)
+def test_a_language_may_be_left_out_only_where_there_is_a_default(
+    make_tiny: MakeModel, given: dict[str, int], argument: str | None
+) -> None:
+    model = make_tiny(source=80, **given) if "source" not in given else make_tiny(**given)
+    with Engine(model) as engine:
+        if argument is None:
+            assert engine.submit(Request([5])).result(60).error is None
+            return
+        with pytest.raises(InvalidInput) as caught:
+            engine.submit(Request([5]))
+        assert caught.value.argument == argument
+
+
+def test_what_is_left_out_is_the_models(make_tiny: MakeModel) -> None:
+    model = make_tiny(source=80, target=81)
+    with Engine(model) as engine:
+        left_out = engine.submit(Request([5, 6]))
+        limits = model.capacity()
+        given = engine.submit(Request([5, 6], 80, 81, limits.max_new_tokens, eos_ids=limits.eos_ids))
+        for name in ("most_tokens", "end_ids"):
+            assert getattr(left_out.request, name) == getattr(given.request, name)
+        assert left_out.result(60).ids == given.result(60).ids

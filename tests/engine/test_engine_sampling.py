@@ -104,25 +104,43 @@ def test_a_temperature_of_zero_is_greedy_whatever_else_is_given(model: NllbModel
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("own", [False, True])
-def test_eos_is_withheld_until_there_are_enough(model: NllbModel, solo: RunSolo, temperature: float, own: bool) -> None:
-    """Without ids of their own the parameters mean the request's; those of their own are the ones they withhold."""
+def test_eos_is_withheld_until_there_are_enough(model: NllbModel, solo: RunSolo, temperature: float) -> None:
+    """Parameters without EOS ids of their own mean the request's."""
     jobs = []
     for seed in range(7):
         free = solo(ask(5 + seed, max_new_tokens=16, sampling=SamplingParams(temperature=temperature, seed=seed)))
-        eos = frozenset({free.ids[2], free.ids[5]})
-        withheld = (*sorted(eos), 40, 50) if own else ()
-        sampling = SamplingParams(temperature=temperature, seed=seed, eos_ids=withheld, min_new_tokens=10)
-        jobs.append(solo(replace(free.request, eos_ids=eos, sampling=sampling)))
+        sampling = SamplingParams(temperature=temperature, seed=seed, min_new_tokens=10)
+        jobs.append(solo(replace(free.request, eos_ids=frozenset({free.ids[2], free.ids[5]}), sampling=sampling)))
     jobs = [one for one in jobs if one.clear]
     assert len(jobs) > 3
     with serving(model) as engine:
         for one, handle in [(one, engine.submit(one.request)) for one in jobs]:
             one.check(handle)
             assert handle.result().length >= 10 + (handle.result().finish_reason == "eos")
-            assert not own or not {40, 50} & set(handle.result().ids[:9])
     without = [solo(replace(one.request, sampling=replace(one.request.sampling, min_new_tokens=0))) for one in jobs]
     assert all(len(one.ids) <= 3 for one in without), "they would have ended at once"
+
+
+def test_least_tokens_mean_nothing_where_no_id_ends(model: NllbModel, solo: RunSolo) -> None:
+    with serving(model) as engine:
+        assert ids_of(engine, ask(sampling=SamplingParams(min_new_tokens=5))) == solo(ask()).ids
+
+
+def test_eos_ids_of_the_parameters_are_the_ones_that_are_withheld(model: NllbModel, solo: RunSolo) -> None:
+    """And not those of the request, which may end it."""
+    ended = 0
+    with serving(model) as engine:
+        for seed in range(7):
+            free = solo(ask(5 + seed, max_new_tokens=16, sampling=SamplingParams(temperature=1.0, seed=seed)))
+            sampling = replace(free.request.sampling, eos_ids=(free.ids[0],), min_new_tokens=6)
+            forced = solo(replace(free.request, sampling=sampling))
+            one = solo(replace(forced.request, eos_ids=frozenset({forced.ids[2]})))
+            if one.clear:
+                handle = engine.submit(one.request)
+                one.check(handle)
+                assert free.ids[0] not in handle.result().ids[:5]
+                ended += handle.result().finish_reason == "eos"
+    assert ended > 3
 
 
 def test_seeds(model: NllbModel) -> None:

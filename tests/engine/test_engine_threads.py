@@ -39,6 +39,11 @@ def resident() -> int:
     raise AssertionError("no RssAnon in /proc/self/status")
 
 
+def handles_alive() -> int:
+    gc.collect()
+    return sum(isinstance(one, RequestHandle) for one in gc.get_objects())
+
+
 @pytest.fixture
 def model(make_tiny: MakeModel) -> NllbModel:
     """A model with 32 lanes on a backend that does not check, which is faster."""
@@ -115,15 +120,14 @@ def test_two_thousand_requests_from_many_threads(model: NllbModel, short: list[S
 def test_a_producer_that_never_reads(model: NllbModel, short: list[Solo]) -> None:
     """Its handles are dropped as they come. With a queue of 16, there are never more than those and the lanes."""
     sizes, most, count = [], 0, 3000
+    before = handles_alive()
     requests = [replace(one.request, max_new_tokens=2) for one in short]
     with serving(model, max_queue=16) as engine:
         for number in range(count):
             engine.submit(requests[number % len(requests)])
             most = max(most, len(engine._queue) + len(engine._worker._lanes))
             if number % 1000 == 999:
-                gc.collect()
-                alive = sum(isinstance(one, RequestHandle) for one in gc.get_objects())
-                assert alive <= 16 + 32 + 32, "those in the queue, in lanes, and of a step in flight"
+                assert handles_alive() - before <= 16 + 2 * 32, "those in the queue, in lanes, and in a step in flight"
                 sizes.append(resident() if sys.platform == "linux" else 0)
     assert most <= 16 + 32
     assert engine.stats().finished["length"] + engine.stats().finished["eos"] == count

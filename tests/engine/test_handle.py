@@ -237,7 +237,7 @@ def test_what_comes_between_the_look_and_the_wait_is_not_missed(tokens: list[int
                 await asyncio.wait_for(anext(reader), PATIENCE)
         return found
 
-    request = Request([5], eos_ids=frozenset({EOS}))
+    request = Request([5], max_new_tokens=100, eos_ids=frozenset({EOS}))
     assert asyncio.run(read(Racing(request, meanwhile))) == tokens
     iterator = iter(Racing(request, meanwhile))
     assert [next(iterator) for _ in tokens] == tokens

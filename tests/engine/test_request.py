@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from typing import Any, get_args
@@ -10,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from metrale.engine.errors import RequestFailed
 from metrale.engine.request import FinishReason, Generated, Request
 from metrale.errors import InvalidInput
 from metrale.model import SamplingParams
@@ -18,13 +20,13 @@ EOS = frozenset({2})
 
 
 def test_a_request_needs_little() -> None:
-    request = Request([5, 6], eos_ids=EOS)
+    request = Request([5, 6])
     assert dataclasses.asdict(request) | {"sampling": None} == {
         "prompt_tokens": (5, 6),
         "src_lang_id": 0,
         "tgt_lang_id": 0,
-        "max_new_tokens": 256,
-        "eos_ids": EOS,
+        "max_new_tokens": None,
+        "eos_ids": None,
         "sampling": None,
         "adapter_slot": -1,
         "priority": 0,
@@ -42,9 +44,8 @@ def test_numbers_become_plain_ones() -> None:
     request = Request(tokens, np.int64(7), np.int16(8), np.int64(9), eos_ids=eos, timeout=np.float32(0.5))  # type: ignore[arg-type]
     tokens.append(1)
     assert request.prompt_tokens == (5, 6)
-    assert request.eos_ids == {2, 3}
-    assert isinstance(request.eos_ids, frozenset)
-    whole = [*request.prompt_tokens, *request.eos_ids, request.src_lang_id, request.tgt_lang_id, request.max_new_tokens]
+    assert request.eos_ids == frozenset({2, 3})
+    whole = [*request.prompt_tokens, *request.end_ids, request.src_lang_id, request.tgt_lang_id, request.most_tokens]
     assert {type(number) for number in whole} == {int}
     assert (request.timeout, type(request.timeout)) == (0.5, float)
     assert Request(np.arange(3), eos_ids=EOS).prompt_tokens == (0, 1, 2)  # type: ignore[arg-type]
@@ -69,7 +70,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("prompt_tokens", [1 << 31], "prompt_tokens[0]"),
     ("prompt_tokens", [None], "prompt_tokens[0]"),
     ("eos_ids", 2, "eos_ids"),
-    ("eos_ids", None, "eos_ids"),
     ("eos_ids", {-2}, "eos_ids[0]"),
     ("src_lang_id", -1, "src_lang_id"),
     ("src_lang_id", "fra_Latn", "src_lang_id"),
@@ -78,7 +78,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("max_new_tokens", 0, "max_new_tokens"),
     ("max_new_tokens", 2.5, "max_new_tokens"),
     ("max_new_tokens", True, "max_new_tokens"),
-    ("max_new_tokens", None, "max_new_tokens"),
     ("sampling", None, "sampling"),
     ("sampling", {"temperature": 1}, "sampling"),
     ("adapter_slot", -2, "adapter_slot"),
@@ -95,6 +94,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("logprobs", 1, "logprobs"),
     ("logprobs", None, "logprobs"),
     ("on_token", 1, "on_token"),
+    ("on_token", asyncio.sleep, "on_token"),  # a coroutine that nobody would await
 ]
 
 
@@ -132,3 +132,10 @@ def test_an_empty_result() -> None:
     assert one.finish_reason in get_args(FinishReason)
     one.ids.append(5)
     assert other.ids == []
+
+
+def test_a_result_can_raise_its_error() -> None:
+    fine, failed = Generated([5], "eos"), Generated([5], "error", error="the reason")
+    assert fine.raise_for_error() is fine
+    with pytest.raises(RequestFailed, match=r"^the reason$"):
+        failed.raise_for_error()

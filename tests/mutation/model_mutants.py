@@ -1,34 +1,27 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Mutants of the model's rules: positions, languages, slots and rows, the KV cache, weights, what the device chooses and
-feeds, sequences as bytes, padding. Those of its order are in `tests.mutation.order_mutants`."""
+"""Mutants of the model's rules: positions, languages, slots and rows, the KV cache, weights, the choice of tokens.
+
+Those of what serves many sequences at once are in `tests.mutation.serving_mutants`, those of the order of work in
+`tests.mutation.order_mutants`.
+"""
 
 from __future__ import annotations
 
 from tests.mutation.mutant import Mutant
-
-
-def _files(*names: str) -> tuple[str, ...]:
-    return tuple(f"tests/nllb/test_model_{name}.py" for name in names)
-
+from tests.mutation.rules import files, rules
+from tests.mutation.serving_mutants import SERVING_MUTANTS
 
 # Those that notice first stand first; the slow ones about memory have nothing to say about these rules.
-_NUMBERS = (*_files("logits"), "-k", "not float16")
+_NUMBERS = (*files("logits"), "-k", "not float16")
 _STATE = (
-    *_files("rows", "mixed", "sequences", "limits", "refusals", "reading", "failures", "memory", "factory"),
-    *_files("streams", "threads"),
+    *files("rows", "mixed", "sequences", "limits", "refusals", "reading", "failures", "memory", "factory"),
+    *files("streams", "threads"),
 )
-_FEED = _files("feed", "sampling", "streams")
-_SWAP = _files("swap", "swap_damage")
-_PADDING = _files("padding")
-_BOTH = (*_STATE, *_files("batching"), *_NUMBERS)
-
-
-def _rules(group: str, module: str, tests: tuple[str, ...], *changes: tuple[str, str]) -> list[Mutant]:
-    return [Mutant(group, module, old, new, tests) for old, new in changes]
+_BOTH = (*_STATE, *files("batching"), *_NUMBERS)
 
 
 MODEL_MUTANTS: list[Mutant] = [
-    *_rules(
+    *rules(
         "positions",
         "metrale.nllb.positions",
         _NUMBERS,
@@ -40,14 +33,14 @@ MODEL_MUTANTS: list[Mutant] = [
         ("table[:, half : 2 * half] = np.cos(angles)", "table[:, half : 2 * half] = -np.cos(angles)"),
         ("table = np.zeros(", "table = np.ones("),
     ),
-    *_rules(
+    *rules(
         "positions",
         "metrale.nllb.device_weights",
         _NUMBERS,
         ("sinusoidal(config.pad_token_id + 1 + start", "sinusoidal(config.pad_token_id + start"),
         ("sinusoidal(config.pad_token_id + 1 + start", "sinusoidal(2 + start"),
     ),
-    *_rules(
+    *rules(
         "positions",
         "metrale.nllb.encoder",
         _NUMBERS,
@@ -59,7 +52,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("rows.wide.offset(step),", "rows.wide.offset(2 * step),"),
         ("heads=config.encoder_attention_heads", "heads=config.decoder_attention_heads"),
     ),
-    *_rules(
+    *rules(
         "positions",
         "metrale.nllb.decoder",
         _NUMBERS,
@@ -73,7 +66,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("(depth - 1) * d * shape.itemsize", "0 * d * shape.itemsize"),
         ("x_stride=depth * d", "x_stride=d"),
     ),
-    *_rules(
+    *rules(
         "KV cache",
         "metrale.nllb.decoder",
         _NUMBERS,
@@ -88,7 +81,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ('table["self_spans"], table["self_lengths"]', 'table["cross_spans"], table["cross_lengths"]'),
         ('table["cross_spans"], table["cross_lengths"], d, keys', 'table["cross_spans"], table["cross_lengths"], d, 0'),
     ),
-    *_rules(
+    *rules(
         "KV cache",
         "metrale.nllb.kv",
         _BOTH,
@@ -101,7 +94,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("self.base.offset(first * self._position_bytes)", "self.base"),
         ("self.capacity = nbytes // position_bytes", "self.capacity = nbytes // position_bytes - 1"),
     ),
-    *_rules(
+    *rules(
         "KV cache",
         "metrale.nllb.encoder",
         _BOTH,
@@ -114,7 +107,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("rows.h.offset(first * d * shape.itemsize)", "rows.h"),
         ("        rows.norm(weights.encoder_norm)\n", ""),
     ),
-    *_rules(
+    *rules(
         "languages",
         "metrale.nllb.admission",
         _BOTH,
@@ -130,14 +123,14 @@ MODEL_MUTANTS: list[Mutant] = [
             "return Prompt(one.seq, span, source, source_language)",
         ),
     ),
-    *_rules(
+    *rules(
         "languages",
         "metrale.nllb.passes",
         _BOTH,
         ("Feed((start, prompt.target), 0", "Feed((prompt.target, start), 0"),
         ("start = self._shape.config.generation.decoder_start_token_id", "start = 2"),
     ),
-    *_rules(
+    *rules(
         "slots and rows",
         "metrale.nllb.admission",
         _BOTH,
@@ -150,7 +143,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("if not span.source_len or seq.seq_len < 1:", "if not span.source_len:"),
         ("one.chunk_start != 0 or not", "not"),
     ),
-    *_rules(
+    *rules(
         "slots and rows",
         "metrale.nllb.forward_calls",
         _BOTH,
@@ -169,7 +162,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("prompt.seq.seq_len = prompt.seq.prompt_len = PREFIX_LEN", "prompt.seq.seq_len = PREFIX_LEN"),
         ("not 1 <= len(seqs) <= most or", "not 1 <= len(seqs) or"),
     ),
-    *_rules(
+    *rules(
         "slots and rows",
         "metrale.nllb.passes",
         _BOTH,
@@ -179,7 +172,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("groups[-1].append(prompt)", "groups[0].append(prompt)"),
         ("prompt.seq.tokens, prompt.seq.seq_len, prompt.seq.prompt_len = [], 0, 0", "pass"),
     ),
-    *_rules(
+    *rules(
         "slots and rows",
         "metrale.nllb.lifecycle_calls",
         _STATE,
@@ -188,7 +181,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("not self._table.owns(seq) and not seq.is_detached", "False"),
         ("                self._table.move(seq, slot)\n", ""),
     ),
-    *_rules(
+    *rules(
         "slots and rows",
         "metrale.nllb.sequences",
         _STATE,
@@ -201,230 +194,18 @@ MODEL_MUTANTS: list[Mutant] = [
         ("if slot is None:", "if slot is None and False:"),
         ("self._live[slot] = (seq, span)\n        return seq", "return seq"),
     ),
-    *_rules(
+    *rules(
         "slots and rows",
         "metrale.nllb.logits",
         _STATE,
         ("np.full(arena.row_elements, -np.inf", "np.full(arena.row_elements, 0.0"),
         ("filled += count", "filled += 2 * count"),
-        ("self._writers[first : first + count] = [writer] * count", "self._writers[first] = writer"),
+        ("self._writers[row : row + count] = [writer] * count", "self._writers[row] = writer"),
         ('count * dtypes.itemsize("i32")', '0 * dtypes.itemsize("i32")'),
         ("np.flatnonzero(result[1])", "np.flatnonzero(result[1] * 0)"),
         ("vocab=self.arena.vocab", "vocab=self.arena.vocab - 1"),
     ),
-    *_rules(
-        "mixed steps",
-        "metrale.nllb.forward_calls",
-        _files("mixed", "rows"),
-        ("[*seqs, *(one.seq for one in prompts)]", "[one.seq for one in prompts]"),
-        ("prefill_streams, len(feeds), 0, stream)", "prefill_streams, 0, 0, stream)"),
-        ("[one], self._slot_row(prompt.seq), stream, stream)", "[one], len(feeds), stream, stream)"),
-        ("            self._note_decoded(feeds, decode_seqs)\n            return result", "            return result"),
-        ("            self._note_decoded(feeds, decode_seqs)\n            return Mixed", "            return Mixed"),
-        ("        self._note_prefilled(prompts)\n        return result", "        return result"),
-        ("if ids or len(seqs) else []", "if ids else []"),
-        ("if ids or len(seqs) else []", "if len(seqs) else []"),
-    ),
-    *_rules(
-        "mixed steps",
-        "metrale.nllb.feed_calls",
-        _files("mixed"),
-        ("prefill_streams, len(feeds), 0, stream)", "prefill_streams, 0, 0, stream)"),
-        ("if len(sources) or len(decode_seqs):", "if len(sources):"),
-        ('                self._check_lanes("sources", len(sources), decode_seqs)\n', ""),
-    ),
-    *_rules(
-        "mixed steps",
-        "metrale.nllb.passes",
-        _files("mixed", "streams"),
-        ("        self.decoding.wait(stream)\n        return base, ptrs", "        return base, ptrs"),
-        ("base = self.decode(feeds, decode_stream)", "base = self.decode(feeds, stream)"),
-        (
-            "        if prompts:\n            self._await_readers(stream)  # b",
-            "        if False:\n            pass  # b",
-        ),
-        ("any(feed.span.fresh for feed in feeds) or", "True or"),
-        ("any(feed.span.fresh for feed in feeds) or", ""),
-        ("any(feed.span.fresh for feed in feeds) or", "feeds[0].span.fresh or"),
-        (" or rows.any_written_by(self.prefilling, 0, len(feeds)):", ":"),
-        (
-            "        self.refuse_capture(decode_stream)\n        self.refuse_capture(stream)",
-            "        self.refuse_capture(decode_stream)",
-        ),
-    ),
-    *_rules(
-        "token feed",
-        "metrale.nllb.feed",
-        _FEED,
-        ("return self._shape.logits_rows + seq.slot_idx", "return self._shape.logits_rows"),
-        ("if self._sampled.get(seq.slot_idx) is not seq:", "if seq.slot_idx not in self._sampled:"),
-        ("0, self._greedy_rows - 1, expected", "0, self._shape.logits_rows - 1, expected"),
-        ("            return -1\n", "            return 0\n"),
-        ('            token_id(f"{argument}.token", source.token, self._shape.vocab)\n', ""),
-        ("self._greedy_rows = len(masks)", "self._greedy_rows = max(self._greedy_rows, len(masks))"),
-        ("counts[:, 7] = np.arange(len(masks))", "counts[:, 7] = 0"),
-        ("counts[:, 5:7] = -1", "counts[:, 5] = -1"),
-        ("counts[index, 5 + place]", "counts[index, 5]"),
-        ("self._logits.index(logits, rows)", "self._logits.index(logits)"),
-        ("self._gpu.copy_d2h_async(results, dst, stream)", "self._gpu.copy_d2h_on_stream(results, dst, stream)"),
-        ("or dst.shape != shape", "or dst.size != np.prod(shape)"),
-        ('or dst.dtype.kind not in "iu"', "or False"),
-        ("or dst.dtype.itemsize != itemsize", "or False"),
-        ("or not dst.flags.c_contiguous", "or False"),
-        ("or not dst.flags.writeable", "or False"),
-    ),
-    *_rules(
-        "token feed",
-        "metrale.nllb.feed_calls",
-        _FEED,
-        (
-            "Feed((source.token or 0,), seq.seq_len, span, cell)",
-            "Feed((source.token or 0,), seq.seq_len - 1, span, cell)",
-        ),
-        ("Feed((source.token or 0,), seq.seq_len, span, cell)", "Feed((source.token or 0,), seq.seq_len, span)"),
-        ('            self._check_lanes("sources", len(sources), seqs)\n', ""),
-        ('            integer("masks: length", len(masks), 1)\n', ""),
-        ('            integer("seqs: length", len(seqs), 1)\n', ""),
-    ),
-    *_rules(
-        "token feed",
-        "metrale.nllb.decoder",
-        _FEED,
-        ("np.repeat([feed.cell for feed in feeds], depth)", "np.repeat([-1 for feed in feeds], depth)"),
-        ("np.repeat([feed.cell for feed in feeds], depth)", "np.repeat([feed.cell for feed in feeds[::-1]], depth)"),
-    ),
-    *_rules(
-        "sampling state",
-        "metrale.nllb.feed",
-        _FEED,
-        ("        self._sampled.pop(slot, None)\n", ""),
-        ("length - 1 < params.min_new_tokens", "length < params.min_new_tokens"),
-        ("length - 1 < params.min_new_tokens", "length - 2 < params.min_new_tokens"),
-        ("(KEEP if params.needs_history else 0)", "0"),
-        ("(BANNED if params.banned_ids else 0)", "0"),
-        ("top_k = min(params.top_k, self._shape.vocab)", "top_k = 0"),
-        ("params.top_p, params.min_p, params.repetition", "params.min_p, params.top_p, params.repetition"),
-        ("self._seeds[slot] = params.seed", "self._seeds[slot] = params.seed + slot"),
-        ("self._owners.get(seq.slot_idx, (None,))[0] is not seq", "seq.slot_idx not in self._owners"),
-        ("np.uint32(1) << tokens % 32", "np.uint32(1) << (31 - tokens % 32)"),
-        ("(params.banned_ids, params.eos_ids)", "(params.eos_ids, params.banned_ids)"),
-        ("        planes.fill(0)\n", ""),
-        ("offset(slot * planes.nbytes)", "offset(0)"),
-        ("offset(seq.slot_idx * history.nbytes)", "offset(0)"),
-        ("history[: len(seq.tokens)] = seq.tokens", "history[: len(seq.tokens) - 1] = seq.tokens[1:]"),
-        ("            if params.needs_history:\n", "            if False:\n"),
-        ("            if banned or suppressed:\n", "            if banned:\n"),
-        ("            if banned or suppressed:\n", "            if suppressed:\n"),
-        ("counts[:, 1] = lengths", "counts[:, 1] = lengths - 1"),
-        ("np.where(short, SUPPRESS, 0) |", "SUPPRESS |"),
-        ("np.where(short, SUPPRESS, 0) |", "0 |"),
-        ("(LOGPROB if logprobs else 0)", "LOGPROB"),
-        ("            self._sampled[seq.slot_idx] = seq\n", "            pass\n"),
-        ("offset((first + old) * item), base.offset((first + new) * item)", "offset(0), base.offset(first * item)"),
-        ('first = self._shape.logits_rows if name == "feed.cells" else 0', "first = 0"),
-        ("        self._set(seq, new, params)\n", ""),
-        ("        if sampled:\n", "        if False:\n"),
-        (
-            "            for index, token in enumerate(getattr(params, name)):\n",
-            "            for index, token in ():\n",
-        ),
-    ),
-    *_rules(
-        "sampling state",
-        "metrale.nllb.feed_calls",
-        _FEED,
-        ("if len(seq.tokens) != seq.seq_len:", "if False:"),
-        ('            self._admission.prefilled("begin_sampling", seq)\n', ""),
-        ('                self._admission.prefilled("sample_batch_to_feed", seq)\n', "                pass\n"),
-        ('            self._admission.check_distinct(seqs, "seqs")\n', ""),
-    ),
-    *_rules(
-        "sampling state",
-        "metrale.nllb.admission",
-        _FEED,
-        ("        if seq.seq_len > most:\n", "        if False:\n"),
-    ),
-    *_rules(
-        "swap",
-        "metrale.nllb.swap",
-        _SWAP,
-        ('if zlib.crc32(saved.kv) != header.get("crc32"):', "if False:"),
-        *(("for name in _SAME:", f"for name in (*_SAME[:{at}], *_SAME[{at + 1}:]):") for at in range(5)),
-        ("not 1 <= len(tokens) <= shape.limits.target_positions", "not 1 <= len(tokens)"),
-        ("not 1 <= len(tokens) <= shape.limits.target_positions", "not len(tokens) <= shape.limits.target_positions"),
-        ('header.get("source_len"), 1, shape.limits.max_source_len)', 'header.get("source_len"), 1)'),
-        ('header.get("source_len"), 1, shape', 'header.get("source_len"), 0, shape'),
-        ('header.get("prompt_len"), 1, len(tokens))', 'header.get("prompt_len"), 1)'),
-        ('header.get("prompt_len"), 1, len(tokens))', 'header.get("prompt_len"), 0, len(tokens))'),
-        ('header.get("src_lang_id"), 0, shape.vocab - 1)', 'header.get("src_lang_id"), 0, shape.vocab)'),
-        ('header.get("tgt_lang_id"), 0, shape.vocab - 1)', 'header.get("tgt_lang_id"), 0, shape.vocab)'),
-        ('token_ids("reader: tokens", tokens, shape.vocab)', "tokens"),
-        ('tgt_lang_id=integer("reader: tgt_lang_id", header.get("tgt_lang_id")', 'tgt_lang_id=integer("a", 0'),
-        ("(source_len + len(tokens)) * shape.position_bytes", "source_len * shape.position_bytes"),
-        ("except (ValueError, RecursionError):", "except ValueError:"),
-        ("except (ValueError, RecursionError):", "except RecursionError:"),
-        ("not isinstance(header, dict) or", ""),
-        (' or not line.endswith(b"\\n"):', ":"),
-        ("reader.readline(_MOST_HEADER)", "reader.readline()"),
-        ("        missing -= len(part)\n", "        missing = 0\n"),
-        ("part = reader.read(missing)", "part = reader.read()"),
-    ),
-    *_rules(
-        "swap",
-        "metrale.nllb.lifecycle_calls",
-        _SWAP,
-        ('        integer("num_blocks", num_blocks, 0, 0, "0, as the KV is not paged")\n', ""),
-        ('self._admission.prefilled("save_sequence_state", seq)', "self._table.span(seq)"),
-        ("            if len(seq.tokens) != seq.seq_len:\n", "            if False:\n"),
-        ("            if seq.seq_len:\n", "            if False:\n"),
-        ("if needed > span.positions:", "if False:"),
-        ("if needed > span.positions:", "if needed >= span.positions:"),
-        ("            self._passes.fill(span, saved.kv, 0)\n", ""),
-        ("            span.source_len = saved.source_len\n", ""),
-        ("len(saved.tokens), saved.prompt_len", "len(saved.tokens), len(saved.tokens)"),
-        ("= saved.src_lang_id, saved.tgt_lang_id", "= saved.tgt_lang_id, saved.src_lang_id"),
-        ("languages = seq.src_lang_id, seq.tgt_lang_id", "languages = seq.tgt_lang_id, seq.src_lang_id"),
-        ("            self._passes.await_span(span, 0)\n", ""),
-        ("self._pool.used * self.shape.position_bytes, self", "self._pool.used, self"),
-    ),
-    *_rules(
-        "swap",
-        "metrale.nllb.passes",
-        _SWAP,
-        ("            span.fresh = True\n            self._gpu", "            self._gpu"),
-        ("(self.prefilling if span.fresh else self.decoding).wait(stream)", "self.prefilling.wait(stream)"),
-        ("(self.prefilling if span.fresh else self.decoding).wait(stream)", "self.decoding.wait(stream)"),
-        ("        self.refuse_capture(stream)\n        self._await_readers(stream)\n        with", "        with"),
-    ),
-    *_rules(
-        "padding",
-        "metrale.nllb.limits",
-        _PADDING,
-        ("min(padded_batch_n(lanes), self.limits.max_batch) if", "padded_batch_n(lanes) if"),
-        ("if self.pad_batches else lanes", "if not self.pad_batches else lanes"),
-        ("range(1, largest + 1)", "range(1, largest)"),
-        ("min(self.limits.max_batch, BATCH_LADDER[-1])", "min(self.limits.max_batch, 8)"),
-        ("self.step_rows(lanes) - lanes for", "self.step_rows(lanes) - 1 for"),
-    ),
-    *_rules(
-        "padding",
-        "metrale.nllb.decoder",
-        _PADDING,
-        ("*self._spares[: self._shape.step_rows(lanes) - lanes]", "*self._spares"),
-        ("*self._spares[: self._shape.step_rows(lanes) - lanes]", "*self._spares[:1]"),
-        ("        if self._spares:\n", "        if False:\n"),
-        ("offset(spare * shape.position_bytes)", "offset(0)"),
-        ("sources = [feed.span.source_len or 1 for", "sources = [feed.span.source_len for"),
-        ("            rows=lanes,\n", "            rows=rows.count // depth,\n"),
-    ),
-    *_rules(
-        "padding",
-        "metrale.nllb.workspace",
-        _PADDING,
-        ("shape.spare_rows * shape.position_bytes", "shape.spare_rows"),
-        ("    if shape.spare_rows:\n", "    if not shape.spare_rows:\n"),
-    ),
-    *_rules(
+    *rules(
         "slots and rows",
         "gpu_runtime.arena",
         (*_STATE, "tests/gpu_runtime/test_arena.py"),
@@ -433,7 +214,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("index + rows > self.rows", "index + rows > self.rows + 1"),
         ("if rest or not", "if not"),
     ),
-    *_rules(
+    *rules(
         "layers",
         "metrale.nllb.layers",
         _NUMBERS,
@@ -450,7 +231,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ),
         ("        self.norm(norm)\n", ""),
     ),
-    *_rules(
+    *rules(
         "weights",
         "metrale.nllb.device_weights",
         _NUMBERS,
@@ -464,21 +245,22 @@ MODEL_MUTANTS: list[Mutant] = [
             'for affine in affines[::-1])\n        yield f"{region}.bias"',
         ),
     ),
-    *_rules(
+    *rules(
         "staging",
         "metrale.nllb.staging",
         ("tests/nllb/test_staging.py",),
         ("at = at.offset(room.nbytes)", "at = at.offset(0)"),
         ("        self._gpu.event_synchronize(self._buffers[0][1])\n", ""),
         ("        self._gpu.record_event(self._buffers[0][1], self._stream)\n        self._b", "        self._b"),
-        ("        self._gpu.event_synchronize(self._events[self._next])", "        pass"),
+        ("            self._gpu.event_synchronize(event)\n", "            pass\n"),
+        ("if not self._gpu.event_query(event):", "if self._gpu.event_query(event):"),
         ("        self._gpu.record_event(self._events[self._next], stream)\n", ""),
         ("self._next = (self._next + 1) % len(self.slots)", "self._next = 0"),
         ("undo.callback(gpu.destroy_stream, self._stream)", "undo.callback(gpu.default_stream)"),
         ("values[done : done + len(room)]", "values[: len(room)]"),
         ("            done += len(room)\n", "            done += len(room) + 1\n"),
     ),
-    *_rules(
+    *rules(
         "staging",
         "metrale.nllb.workspace",
         ("tests/nllb/test_model_resources.py",),
@@ -490,7 +272,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ),
         ("        self._ring.free()\n", "        pass\n"),
     ),
-    *_rules(
+    *rules(
         "staging",
         "metrale.checkpoint.convert",
         ("tests/checkpoint/test_convert.py",),
@@ -500,4 +282,5 @@ MODEL_MUTANTS: list[Mutant] = [
         ("values[block], casting", "values[:_BLOCK][: len(out[block])], casting"),
         ("np.isinf(converted) & np.isfinite(array)", "np.isinf(converted)"),
     ),
+    *SERVING_MUTANTS,
 ]

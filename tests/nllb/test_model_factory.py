@@ -17,7 +17,7 @@ from gpu_runtime.limits import Limits
 from gpu_runtime.op import REGISTRY
 from gpu_runtime.pointer import DevicePtr
 from metrale.errors import CheckpointError, InvalidInput, UnknownLanguage
-from metrale.model import PrefillSlice, RowMask
+from metrale.model import PrefillSlice, RowMask, SamplingParams
 from metrale.nllb.plan import largest_launches
 from tests.nllb.decoding import DEMO
 from tests.reference.tiny import write_tiny
@@ -211,6 +211,8 @@ def test_the_largest_launches_are_those_of_the_specs(tiny_folder: Path) -> None:
         base = model.decode_batch([9, 9], seqs)
         model.argmax_rows(base, 4)
         model.argmax_batch_to_feed(base, [RowMask((3,))] * 4, np.empty(4, np.int32), model.create_event())
+        model.begin_sampling(seqs[0], SamplingParams(banned_ids=(3,)))
+        model.sample_batch_to_feed(base, seqs, np.empty((3, 2), np.int32), model.create_event())
         model.synchronize()
         planned: dict[str, dict[str, int]] = {}
         for _, op, dims in largest_launches(model.shape):

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from metrale.errors import InvalidInput, NotSupported, SequenceError
-from metrale.model import FeedSource, PrefillSlice, RowMask, SequenceState
+from metrale.model import FeedSource, PrefillSlice, RowMask, SamplingParams, SequenceState
 from metrale.nllb.model import NllbModel
 from tests.backends import host_only, open_host
-from tests.nllb.backends import OrderedBackend
 from tests.nllb.conftest import MakeModel
 from tests.nllb.decoding import (
     Call,
@@ -21,6 +20,7 @@ from tests.nllb.decoding import (
     arena,
     assert_refused,
     changed_rows,
+    poke,
     prefilled,
     results,
     sampled,
@@ -159,6 +159,8 @@ def test_greedy_ids_are_those_of_argmax_but_for_what_is_masked(make_tiny: MakeMo
     some = [ANY, one[1], two[2], RowMask((int(order[3, 5]),))]
     assert to_feed(model, base, some) == [order[0, 0], order[1, 1], order[2, 2], order[3, 0]]
     assert to_feed(model, base.offset(2 * model.logits_row_bytes()), two[2:]) == order[2:, 2].tolist()
+    poke(model, 1, {0: 1000.0})  # the lowest id is not forbidden to a row without a mask
+    assert to_feed(model, base, [ANY, ANY, one[2]]) == [order[0, 0], 0, order[2, 1]]
 
 
 def test_rows_of_prefills_can_be_chosen_from_as_well(tiny: NllbModel) -> None:
@@ -201,32 +203,38 @@ def again(seq: SequenceState) -> SequenceState:
     return seq
 
 
-@host_only
-def test_nothing_in_a_step_waits(make_tiny: MakeModel) -> None:
-    """Kernels, products and copies on the streams that were given; the host does not wait for any of them."""
-    gpu = OrderedBackend()
-    model = make_tiny(gpu)
-    seqs, stream, other = [prefilled(model, case) for case in CASES], model.create_stream(), model.create_stream()
-    base = model.decode_batch([9] * 4, seqs)
-    waited = gpu.host
-    with results(model, 3, 4) as (dst, event):
-        with gpu.launch_trace() as trace:
-            model.argmax_batch_to_feed(base, [RowMask((5, 6))] * 4, dst[0], event, stream)
+def test_nothing_in_a_step_waits(tiny: NllbModel) -> None:
+    """Kernels, products and copies on the streams that were given: a call that had the host wait would be traced."""
+    seqs, stream, other = [prefilled(tiny, case) for case in CASES], tiny.create_stream(), tiny.create_stream()
+    base = tiny.decode_batch([9] * 4, seqs)
+    with results(tiny, 3, 4) as (dst, event):
+        with tiny.gpu.launch_trace() as trace:
+            tiny.argmax_batch_to_feed(base, [RowMask((5, 6))] * 4, dst[0], event, stream)
         assert [(record.kind, record.name, record.stream) for record in trace] == [
             ("copy", "h2d", stream),
             ("kernel", "sample_f32", stream),
             ("copy", "d2h", stream),
         ]
-        with gpu.launch_trace() as trace:
-            model.decode_batch_fed([FeedSource(from_row=lane) for lane in range(4)], seqs, other)
+        with tiny.gpu.launch_trace() as trace:
+            tiny.decode_batch_fed([FeedSource(from_row=lane) for lane in range(4)], seqs, other)
+        assert {record.kind for record in trace} == {"kernel", "gemm", "copy"}
         assert {record.stream for record in trace} == {other}
         assert [record.name for record in trace if record.kind == "copy"] == ["h2d"]
         advance(seqs)
-        with gpu.launch_trace() as trace:
-            model.sample_batch_to_feed(base, seqs, dst, event, stream)
-        assert [record.name for record in trace] == ["h2d", "sample_f32", "d2h"]
-        model.decode_batch_fed([SAMPLED] * 4, seqs, other)
-    assert gpu.host == waited
+        seqs[0].tokens.append(9)  # any id will do
+        with tiny.gpu.launch_trace() as trace:
+            tiny.begin_sampling(seqs[0], SamplingParams(banned_ids=(5,), no_repeat_ngram_size=2), other)
+            tiny.sample_batch_to_feed(base, seqs, dst, event, stream)
+            tiny.free_sequence(seqs[3])
+            tiny.compact_sequence(seqs[0], 3)
+            tiny.decode_batch_fed([SAMPLED] * 3, seqs[:3], other)
+        copies = [(record.name, record.stream) for record in trace if record.kind == "copy"]
+        uploads = [("h2d", other)] * 2 + [("h2d", stream), ("d2h", stream)]
+        assert copies == [*uploads, *[("d2d", tiny.default_stream())] * 3, ("h2d", other)]
+        assert "wait" not in {record.kind for record in trace}
+        tiny.synchronize(stream)
+    for one in (stream, other):
+        tiny.destroy_stream(one)
 
 
 BAD_ROOM: list[Any] = [

@@ -23,7 +23,7 @@ from metrale.nllb.limits import ModelShape, ServingLimits
 from metrale.nllb.model import NllbModel
 from metrale.nllb.plan import MemoryPlan
 from metrale.nllb.workspace import workspace_layout
-from tests.backends import ON_CUDA, Device, damaged
+from tests.backends import ON_CUDA, Device, damaged, open_host
 from tests.nllb.conftest import MakeModel
 from tests.nllb.decoding import DEMO, Case, begin, prefilled
 from tests.reference.tiny import tiny_config, write_tiny
@@ -187,6 +187,28 @@ def test_closing_frees_everything_once(gpu: GpuBackend, tiny_folder: Path) -> No
         assert gpu.live_alloc_count() == 4
     assert gpu.live_alloc_count() == 0
     gpu.copy_h2d(b"ok", gpu.alloc(2))  # the backend is the caller's, and open
+
+
+def test_closing_does_not_disturb_what_is_enqueued(device: Device, gpu: GpuBackend, tiny_folder: Path) -> None:
+    """A forward and the copy of its row, which nobody has waited for; the host runs them as late as it can."""
+    rows = []
+    memory = gpu.alloc_host_pinned(97 * 4)
+    for waits in (True, False):
+        on = open_host(order="deferred") if device.is_host else gpu
+        model = metrale.load(tiny_folder, on, "float32", **SMALL)
+        seq, stream = prefilled(model, ONE), on.create_stream()
+        ptr = model.decode(9, seq, stream)
+        on.copy_d2h_async(ptr, memory.array, stream)
+        if waits:
+            on.synchronize(stream)
+        model.close()
+        on.synchronize(stream)
+        rows.append(memory.array.tobytes())
+        memory.array.fill(0)
+        on.destroy_stream(stream)
+        assert on.live_alloc_count() == 0
+    gpu.free_host_pinned(memory)
+    assert rows[0] == rows[1] != bytes(97 * 4)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

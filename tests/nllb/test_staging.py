@@ -78,6 +78,9 @@ class LateBackend(HostBackend):
         super().record_event(event, stream)
         self._recorded[event] = len(self._late)
 
+    def event_query(self, event: int) -> bool:
+        return super().event_query(event) and self._recorded.get(event, 0) <= self._done
+
     def event_synchronize(self, event: int) -> None:
         super().event_synchronize(event)
         self.waits += self._recorded.get(event, 0) > self._done
