@@ -178,7 +178,7 @@ def test_a_text_that_is_refused_is_so_in_its_place(translator: Translator, wrong
         ({"texts": "one"}, InvalidInput, "texts: expected an iterable of str, got one str"),
         ({"texts": 5}, InvalidInput, "texts: expected"),
         ({"source": "english"}, UnknownLanguage, "source: .*eng_Latn"),
-        ({"target": ["fra_Latn", "deu_Latn"]}, InvalidInput, "target: expected one code for each of 1 texts"),
+        ({"target": ["fra_Latn", "deu_Latn"]}, InvalidInput, "target: expected one code, got 2 codes"),
         ({"window": 0}, InvalidInput, "window"),
         ({"first_index": -1}, InvalidInput, "first_index"),
         ({"num_beams": 2}, NotSupported, "num_beams=2"),

@@ -89,7 +89,7 @@ class LineRun:
         except Exception:
             self._console.close()
             if self._sink.resumable:
-                self._console.note(f"{self._lines(self._sink.lines)} are written; --resume goes on")
+                self._console.note(f"{self._lines(self._sink.lines)} written; --resume goes on")
             raise
         return self._end()
 

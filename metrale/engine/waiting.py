@@ -228,7 +228,7 @@ class WaitingQueue:
                 self._add(handle)
                 return None
             if wakeup is None:
-                raise QueueFull(f"{len(self._waiting)} requests wait already")
+                raise QueueFull(f"the queue is full: {len(self._waiting)} of {self._bound} wait")
             producer = self._producers[handle] = _Producer(wakeup)
             self._blocked.add(self._place(handle), handle)
             if handle.deadline is not None:
@@ -242,7 +242,7 @@ class WaitingQueue:
         if producer.outcome == "closed":
             raise EngineClosed("the engine was closed while the request waited to be let in")
         if producer.outcome == "blocked":
-            raise QueueFull(f"{self._bound} requests wait already, and none left in time")
+            raise QueueFull(f"the queue is full: {self._bound} of {self._bound} wait, and none left in time")
 
     def _abandon(self, handle: RequestHandle, producer: _Producer) -> None:
         """Undo a put that was interrupted."""

@@ -154,7 +154,8 @@ class TokenFeed:
                 item = 4 if name == "feed.cells" else size // self._shape.limits.max_batch
                 base = self._space[name]
                 self._gpu.copy_d2d_async(base.offset((first + old) * item), base.offset((first + new) * item), item)
-        sampled = self._sampled.get(old) is seq
+        del self._owners[old]
+        sampled = self._sampled.pop(old, None) is seq
         self._set(seq, new, params)
         if sampled:
             self._sampled[new] = seq

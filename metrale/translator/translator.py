@@ -348,7 +348,7 @@ class Translator:
         """Return one checked code for each text."""
         if given is None:
             if default is None:
-                raise InvalidInput(argument, f"a language code here or as load(..., {argument}=)", None)
+                raise InvalidInput(argument, f"a language code here, or as {argument}= where the model is loaded", None)
             return [self._tokenizer.language_code(default)] * count
         if isinstance(given, str):
             self._tokenizer.language_id(given, argument)
@@ -357,7 +357,8 @@ class Translator:
             raise InvalidInput(argument, "a language code, or one for each text", repr(given))
         codes = list(given)
         if len(codes) != count:
-            raise InvalidInput(argument, f"one code for each of {count} texts", f"{len(codes)} codes")
+            texts = "one code" if count == 1 else f"one code for each of {count} texts"
+            raise InvalidInput(argument, texts, f"{len(codes)} codes")
         for code in codes:
             self._tokenizer.language_id(code, argument)
         return codes

@@ -51,8 +51,13 @@ ATTENTION: dict[str, Any] = {"rows": 2, "heads": 4, "head_dim": 8}
         ),
         (call("layer_norm", rows=3, width=16), Cost(2 * 2 * 16, 2 * 2 * 3 * 16)),
         (
-            call("embed", rows=3, width=16, vocab=1000, position_count=50),  # three rows of either table, and no more
+            # three rows of either table, and no more
+            call("embed", rows=3, width=16, vocab=1000, position_count=50, cells=0, cell_index=0),
             Cost(3 * 16 * 2 + 3 * 16 * 4, 3 * 16 * 2 + 2 * 3 * 4),
+        ),
+        (
+            call("embed", rows=3, width=16, vocab=1000, position_count=50, cell_count=5),  # and the cells
+            Cost(3 * 16 * 2 + 3 * 16 * 4, 3 * 16 * 2 + 3 * 3 * 4 + 5 * 4),
         ),
         (
             call(

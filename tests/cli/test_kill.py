@@ -143,7 +143,7 @@ def test_a_full_disk_keeps_what_is_written(files: tuple[Path, Path]) -> None:
         errors = errors_of(process)
         assert process.wait(SECONDS) == 2
     assert errors[-1] == f"metrale: error: {output}: File too large, after 66 lines"
-    assert errors[-2] == "metrale: note: 66 lines are written; --resume goes on"
+    assert errors[-2] == "metrale: note: 66 lines written; --resume goes on"
     assert output.read_bytes() == line * 66
     assert run_to_end(*arguments(files, "--resume"))[0] == 0
     assert output.read_bytes() == line * 70

@@ -233,6 +233,19 @@ def test_what_the_model_cannot_serve_is_refused_by_name(model: NllbModel, option
         assert engine.stats().submitted == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "argument"), [({}, "src_lang_id"), ({"source": 80}, "tgt_lang_id"), ({"target": 81}, "src_lang_id")]
+)
+def test_a_language_may_be_left_out_only_where_there_is_a_default(
+    make_tiny: MakeModel, given: dict[str, int], argument: str
+) -> None:
+    model = make_tiny(**given)
+    with serving(model) as engine:
+        with pytest.raises(InvalidInput) as caught:
+            engine.submit(Request([5]))
+        assert caught.value.argument == argument
+
+
 def test_what_is_no_request_is_refused(model: NllbModel) -> None:
     with serving(model) as engine, pytest.raises(InvalidInput, match="request: expected a Request"):
         engine.submit([5, 6, 7])  # type: ignore[arg-type]

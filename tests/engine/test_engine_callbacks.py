@@ -111,15 +111,6 @@ def test_callbacks_cancel_themselves_and_others(model: NllbModel, solo: RunSolo)
         solo(long).check(handles[-1])
 
 
-def test_a_callback_that_waits_for_a_request_is_told_that_it_cannot(model: NllbModel) -> None:
-    """It would wait for itself."""
-    with serving(model) as engine:
-        other = engine.submit(ask(max_new_tokens=24))
-        result = engine.submit(ask(on_token=lambda _: other.result())).result(PATIENCE)
-        assert str(result.error).startswith("on_token raised EngineError: a callback waits for a request")
-        assert other.result(PATIENCE).error is None
-
-
 def test_a_chain_of_ends(model: NllbModel) -> None:
     """Each request that ends cancels the next one, those that wait included."""
     ends: list[int] = []

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from metrale.engine import Engine, QueueFull, Request, RequestHandle
-from metrale.errors import InvalidInput
 from metrale.nllb.model import NllbModel
 from tests.backends import host_only
 from tests.conftest import MakeModel
@@ -326,30 +325,3 @@ def test_many_producers_share_the_room(model: NllbModel, solo: RunSolo) -> None:
         for request, handle in zip(requests, threads.map(produce, requests), strict=True):
             solo(request).check(handle)
     assert most <= 1
-
-
-@pytest.mark.parametrize(
-    ("given", "argument"), [({}, "tgt_lang_id"), ({"target": 81}, None), ({"source": 80}, "tgt_lang_id")]
-)
-def test_a_language_may_be_left_out_only_where_there_is_a_default(
-    make_tiny: MakeModel, given: dict[str, int], argument: str | None
-) -> None:
-    model = make_tiny(source=80, **given) if "source" not in given else make_tiny(**given)
-    with Engine(model) as engine:
-        if argument is None:
-            assert engine.submit(Request([5])).result(60).error is None
-            return
-        with pytest.raises(InvalidInput) as caught:
-            engine.submit(Request([5]))
-        assert caught.value.argument == argument
-
-
-def test_what_is_left_out_is_the_models(make_tiny: MakeModel) -> None:
-    model = make_tiny(source=80, target=81)
-    with Engine(model) as engine:
-        left_out = engine.submit(Request([5, 6]))
-        limits = model.capacity()
-        given = engine.submit(Request([5, 6], 80, 81, limits.max_new_tokens, eos_ids=limits.eos_ids))
-        for name in ("most_tokens", "end_ids"):
-            assert getattr(left_out.request, name) == getattr(given.request, name)
-        assert left_out.result(60).ids == given.result(60).ids

@@ -30,7 +30,7 @@ def make() -> Maker:
 
 def test_no_room_and_no_wish_to_wait(make: Maker) -> None:
     queue = full(make, 3)
-    with pytest.raises(QueueFull, match="3 requests wait already"):
+    with pytest.raises(QueueFull, match="the queue is full: 3 of 3 wait"):
         queue.put(make(), block=False)
     for timeout in (0, -1, 0.001):
         with pytest.raises(QueueFull, match="none left in time"):

@@ -237,6 +237,12 @@ def test_nothing_in_a_step_waits(tiny: NllbModel) -> None:
         tiny.destroy_stream(one)
 
 
+def read_only() -> np.ndarray:
+    room = np.zeros(2, np.int32)
+    room.flags.writeable = False
+    return room
+
+
 BAD_ROOM: list[Any] = [
     np.zeros(1, np.int32),
     np.zeros(3, np.int32),
@@ -245,7 +251,7 @@ BAD_ROOM: list[Any] = [
     np.zeros(2, np.float32),
     np.zeros(2, np.int16),
     np.zeros(4, np.int32)[::2],
-    np.broadcast_to(np.int32(0), (2,)),
+    read_only(),
     [0, 0],
     None,
 ]

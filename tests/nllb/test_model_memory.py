@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {"max_batch": 2, "max_source_len": 8, "max_new_tokens": 
     "limits",
     [
         SMALL,
-        {"max_batch": 3, "max_source_len": 30, "max_new_tokens": 50, "max_encoder_tokens": 33, "kv_bytes": 1000},
+        {"max_batch": 3, "max_source_len": 30, "max_new_tokens": 50, "max_encoder_tokens": 33, "kv_bytes": 5000},
         {"max_batch": 1, "max_source_len": 2, "max_new_tokens": 2},
     ],
 )

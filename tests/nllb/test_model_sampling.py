@@ -250,9 +250,12 @@ def test_beginning_again_replaces_what_was_said(model: NllbModel) -> None:
         (SamplingParams(banned_ids=(best[1],)), best[0]),
         (SamplingParams(eos_ids=(best[0], best[1]), min_new_tokens=3), best[2]),
         (SamplingParams(eos_ids=(best[0], best[1]), min_new_tokens=2), best[0]),  # the language and 9 are two
+        (SamplingParams(banned_ids=(best[2],)), best[0]),
         (GREEDY, best[0]),
     ):
         model.begin_sampling(seq, params)
+        with pytest.raises(InvalidInput, match="has chosen an id"):  # what was chosen in the old way is not fed
+            model.decode_batch_fed([SAMPLED], [seq])
         assert sampled(model, ptr, [seq]).ids == [expected]
     params = SamplingParams(no_repeat_ngram_size=1)
     model.begin_sampling(seq, params)

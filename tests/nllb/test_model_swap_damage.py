@@ -119,6 +119,13 @@ def test_damaged_bytes_are_refused_and_change_nothing(
     assert next_row(tiny, 10, fresh) == next_row(tiny, 10, live)
 
 
+def test_a_header_that_does_not_end_is_named_as_such(tiny: NllbModel) -> None:
+    """Not as keys and values that are missing, although it is whole."""
+    data, fresh = saved(tiny, prefilled(tiny, ONE)), tiny.alloc_sequence()
+    with pytest.raises(InvalidInput, match="reader: expected what save_sequence_state wrote, got"):
+        tiny.restore_sequence_state(fresh, 0, io.BytesIO(data.partition(b"\n")[0]))
+
+
 def test_wherever_it_is_cut_it_is_refused(tiny: NllbModel) -> None:
     data, fresh = saved(tiny, prefilled(tiny, ONE)), tiny.alloc_sequence()
     header = data.index(b"\n") + 1
