@@ -114,7 +114,9 @@ def run(args: argparse.Namespace) -> int:
         stream = _open_input(args, stack)
         destination = choose_destination(args, stream)
         if destination.mode == "finished":
-            console.note(f"{destination.path} is finished: it has as many lines as the input, and no record beside it that could be compared")
+            console.note(
+                f"{destination.path} is finished: it has as many lines as the input (nothing else could be compared)"
+            )
             return DONE
         languages = _languages(args, model, console)
         if not (model.path / MODEL_FILE).exists():

@@ -147,6 +147,16 @@ def test_a_pool_smaller_than_a_sequence_serves_budgets_only(make_tiny: MakeModel
     model.alloc_sequence_for(4)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_pool_for_less_than_the_shortest_sequence_is_refused(make_tiny: MakeModel, dtype: str) -> None:
+    """Language and EOS, start and language; before anything is allocated."""
+    size = 4 * POSITION // (1 if dtype == "float32" else 2)
+    with pytest.raises(InvalidInput, match=f"kv_bytes: expected at least {size:,} bytes") as refused:
+        make_tiny(dtype=dtype, kv_bytes=size - 1)
+    assert refused.value.argument == "kv_bytes"
+    make_tiny(dtype=dtype, kv_bytes=size).alloc_sequence_for(4)
+
+
 def test_spans_are_taken_first_fit_and_never_overlap() -> None:
     with HostBackend() as gpu:
         pool = KvPool(gpu, 100, 10)
