@@ -19,7 +19,7 @@ from metrale.cli.output_file import OutputFile
 from metrale.cli.record import Record
 from metrale.cli.sinks import PlainFile, Sink, StandardOutput
 
-Mode = Literal["new", "overwrite", "resume", "device", "finished"]
+Mode = Literal["new", "begin", "overwrite", "resume", "device", "finished"]
 STANDARD: Final = "-"
 
 
@@ -32,8 +32,8 @@ class Destination:
     path : path or None
         None is standard output.
     mode : Mode
-        What is done with what is there. ``device`` is anything that is not a regular file; ``finished`` says that there
-        is nothing left to do.
+        What is done with what is there. ``begin`` is for a file that is empty, and must still be when it is opened;
+        ``device`` is anything that is not a regular file; ``finished`` says that there is nothing left to do.
     resumable : bool
         Whether the input can be read again, so that a record is worth keeping.
     """
@@ -61,6 +61,8 @@ class Destination:
             return StandardOutput()
         file = OutputFile(self.path, new=self.mode == "new")
         try:
+            if self.mode == "begin" and (file.size or os.path.lexists(record_path(self.path))):
+                raise Failure(USAGE, f"{self.path}: another process has written it meanwhile")
             if self.mode == "resume":
                 assert isinstance(source, Lines)
                 return Journal.resume(file, fingerprint(), source)
@@ -148,8 +150,8 @@ def _without_record(path: Path, stream: BinaryIO) -> Mode:
         there, wanted = count_lines(file), count_lines(stream)
     if there == wanted:
         return "finished"
-    if not there:
-        return "overwrite"
+    if not os.path.getsize(path):
+        return "begin"
     name = record_path(path).name
     raise Failure(
         USAGE,

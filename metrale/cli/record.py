@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import stat
+import tempfile
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from hashlib import blake2b
@@ -78,15 +81,16 @@ class Record:
             _parse(path, _contents(path))
         header = json.dumps({"format": FORMAT, "fingerprint": fingerprint}) + "\n"
         beginning = _slot(State(0, 0, 0, empty_digest(), empty_digest()))
-        new = path.with_name(f"{path.name}.new")
+        descriptor, new = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # a name that nothing has
         try:
-            with open(new, "wb") as file:
+            with open(descriptor, "wb") as file:
                 file.write((header + _SLOTS * beginning).encode("ascii"))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, path)
         except BaseException:
-            new.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                os.unlink(new)
             raise
         sync_folder(path.parent)
         return cls(path)
@@ -127,6 +131,8 @@ def empty_digest() -> str:
 
 
 def _contents(path: Path) -> bytes:
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for a writer
+        return b""
     with open(path, "rb") as file:
         return file.read(_MOST_BYTES)
 
@@ -136,7 +142,7 @@ def _parse(path: Path, data: bytes) -> tuple[Mapping[str, Any], list[State]]:
     header, _, rest = data.partition(b"\n")
     try:
         content = json.loads(header)
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     known = isinstance(content, dict) and content.get("format") == FORMAT
     if not known or not isinstance(content.get("fingerprint"), dict) or len(rest) != _SLOTS * _SLOT_CHARACTERS:

@@ -29,7 +29,8 @@ class Admission:
     Attributes
     ----------
     is_hopeless : bool
-        Whether the last request that found no room found nothing taken either, so that waiting is in vain.
+        Whether waiting is in vain for the last request that found no room: the whole pool is too small for it, or
+        nothing was taken.
     """
 
     def __init__(self, model: Model) -> None:
@@ -101,7 +102,9 @@ class Admission:
                 except NoFreeSlot:
                     return None
             usage = self._model.kv_usage()
-        self.is_hopeless = usage is None or usage[0] == 0
+        pool = self._capacity.kv_positions
+        too_large = pool is not None and overhead + min(usual, most) > pool
+        self.is_hopeless = too_large or usage is None or usage[0] == 0
         return None
 
 

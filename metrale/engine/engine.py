@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from metrale.checks import integer
+from metrale.checks import integer, real
 from metrale.engine.errors import EngineClosed, EngineError, QueueFull
 from metrale.engine.handle import RequestHandle
 from metrale.engine.prometheus import prometheus_text
@@ -235,6 +235,9 @@ class Engine:
         timeout : float or None
             Seconds to wait, after which the requests still in are cancelled all the same.
         """
+        if timeout is not None:
+            expected = f"seconds from 0 to {threading.TIMEOUT_MAX:.0f}, or None"
+            timeout = real("timeout", timeout, 0.0, threading.TIMEOUT_MAX, expected)
         if os.getpid() != self._pid:  # the thread is the parent's, and locks may be as it held them at the fork
             return
         self._queue.close()

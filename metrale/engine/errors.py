@@ -6,6 +6,14 @@ from __future__ import annotations
 from metrale.errors import MetraleError
 
 
+def text_of(error: BaseException) -> str:
+    """Return an error's kind and text; some errors have no text, or raise when they are asked for it."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:
+        return f"{type(error).__name__} (without a readable text)"
+
+
 class EngineError(MetraleError, RuntimeError):
     """Base of every error that the engine raises by itself."""
 

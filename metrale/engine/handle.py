@@ -15,7 +15,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any, Final
 
-from metrale.engine.errors import EngineError
+from metrale.engine.errors import EngineError, text_of
 from metrale.engine.request import FinishReason, Generated, Request
 from metrale.engine.wakeup import LoopWakeup, ThreadWakeup
 from metrale.errors import SequenceError
@@ -250,7 +250,7 @@ class RequestHandle:
         try:
             callback(token)
         except BaseException as error:
-            return f"on_token raised {type(error).__name__}: {error}"
+            return f"on_token raised {text_of(error)}"
         return None
 
     def finish(self, reason: FinishReason, error: str | None = None) -> bool:

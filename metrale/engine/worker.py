@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from metrale.engine.admission import Admission, victim
+from metrale.engine.errors import text_of
 from metrale.engine.handle import RequestHandle
 from metrale.engine.lane import Lane, Swapped, place
 from metrale.engine.request import FinishReason
@@ -130,7 +131,7 @@ class Worker:
         except Exception as error:
             log.exception("the engine stops: a fault of its own")
             self._queue.close()  # before anybody hears of it
-            self._end_all("error", f"the engine stopped: {type(error).__name__}: {error}")
+            self._end_all("error", f"the engine stopped: {text_of(error)}")
         finally:
             self._queue.close()
             self._end_all(self._stopping or "cancelled", None)
@@ -255,6 +256,10 @@ class Worker:
         """
         handle = _handle(candidate)
         while (lane := self._take_in(candidate)) is None and not handle.done:
+            if self._admission.is_hopeless:
+                self._withdraw(candidate)
+                self._finish(handle, "error", NO_MEMORY)
+                return None
             movable = [one for one in self._lanes if one not in joining and one.pending is None]
             other = victim(movable, handle)
             if other is not None and len(self._steps):
@@ -263,15 +268,13 @@ class Worker:
             if other is not None:
                 self._move_out([other])
                 continue
-            if not self._lanes and self._admission.is_hopeless:
-                self._withdraw(candidate)
-                self._finish(handle, "error", NO_MEMORY)
             return None
         return lane
 
     def _take_in(self, candidate: RequestHandle | Swapped) -> Lane | None:
         """Return the candidate's lane if there is room for one."""
         if len(self._lanes) >= self._policy.max_lanes:
+            self._admission.is_hopeless = False  # it was not asked
             return None
         handle = _handle(candidate)
         try:
@@ -281,7 +284,7 @@ class Worker:
                 lane = self._admission.open(candidate)
         except Exception as error:
             self._withdraw(candidate)
-            self._finish(handle, "error", _text(error))
+            self._finish(handle, "error", text_of(error))
             return None
         if lane is None:
             return None
@@ -319,7 +322,7 @@ class Worker:
             try:
                 swapped = self._admission.swap_out(lane)
             except Exception as error:
-                self._end(lane, "error", _text(error))
+                self._end(lane, "error", text_of(error))
                 continue
             lane.ended = True
             self._lanes.remove(lane)
@@ -336,7 +339,7 @@ class Worker:
             before -= 1
         for failure in failures:
             if not failure.lane.ended:
-                self._end(failure.lane, "error", _text(failure.error))
+                self._end(failure.lane, "error", text_of(failure.error))
         joined = [lane for lane in joining if not lane.ended]
         rows = sum(not lane.ended for lane in decoding)
         if not (rows or joined):
@@ -361,7 +364,7 @@ class Worker:
         except Exception as error:  # on the device; what was enqueued after it cannot be trusted either
             for lane in dict.fromkeys(lanes):
                 if not lane.ended:
-                    self._end(lane, "error", _text(error))
+                    self._end(lane, "error", text_of(error))
             return
         current = [one for one in outcomes if not one.lane.ended]
         self._recorder.generated(sum(not one.flags & _NO_TOKEN for one in current))
@@ -388,7 +391,3 @@ class Worker:
 
 def _handle(candidate: RequestHandle | Swapped) -> RequestHandle:
     return candidate if isinstance(candidate, RequestHandle) else candidate.handle
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

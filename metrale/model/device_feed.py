@@ -77,6 +77,8 @@ class ModelDeviceFeed:
     def begin_sampling(self, seq: SequenceState, params: SamplingParams, stream: StreamLike = 0) -> None:
         """Set how the ids of ``seq`` are chosen by ``sample_batch_to_feed`` from here on; until then, greedily.
 
+        A prefill makes it greedy again.
+
         The history of the sequence is ``seq.tokens``, so this comes after its prefill, and after its restoration from a
         saved state. What the device keeps of it goes with the slot.
 

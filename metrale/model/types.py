@@ -105,6 +105,8 @@ class Capacity:
     prompt_overhead : int
         KV positions that a prompt takes beside one for each of its tokens. ``alloc_sequence_for`` counts them, and one
         position for each token that the decoder is given.
+    kv_positions : int or None
+        Positions of the whole KV pool, in which spans must be found in a row; None when it is not known.
     eos_ids : frozenset of int
         Ids that end a sequence.
     needs_src_lang, needs_tgt_lang : bool
@@ -115,6 +117,7 @@ class Capacity:
     max_prompt_tokens: int
     max_new_tokens: int
     prompt_overhead: int
+    kv_positions: int | None = None
     eos_ids: frozenset[int] = frozenset()
     needs_src_lang: bool = False
     needs_tgt_lang: bool = False

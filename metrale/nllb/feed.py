@@ -16,7 +16,8 @@ from gpu_runtime.streams import StreamLike
 from metrale.checks import integer
 from metrale.errors import InvalidInput
 from metrale.model import GREEDY, FeedSource, RowMask, SamplingParams, SequenceState
-from metrale.nllb.checks import token_id
+from metrale.nllb.checks import token_id, token_ids
+from metrale.nllb.decoder import Feed
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.logits import LogitsRows
 from metrale.nllb.passes import Passes
@@ -68,6 +69,8 @@ class TokenFeed:
             undo.callback(self._ban_ring.free)
             self._history_ring = Ring(gpu, self._capacity * 4, _UPLOADS_AHEAD)
             undo.callback(self._history_ring.free)
+            self._token_ring = Ring(gpu, 4, _UPLOADS_AHEAD)
+            undo.callback(self._token_ring.free)
             self._teardown = undo.pop_all()
 
     def free(self) -> None:
@@ -109,11 +112,12 @@ class TokenFeed:
                 token_id(f"{name}[{index}]", token, self._shape.vocab)
         banned, suppressed = bool(params.banned_ids), params.suppresses_eos
         self._passes.refuse_capture(stream)
+        history = token_ids("seq.tokens", seq.tokens, self._shape.vocab)
         with self._passes.feeding.use(stream):
             if banned or suppressed:
                 self._send_bans(params, seq.slot_idx, stream)
             if params.needs_history:
-                self._send_history(seq, stream)
+                self._send_history(history, seq.slot_idx, stream)
         self._set(seq, seq.slot_idx, params)
 
     def _set(self, seq: SequenceState, slot: int, params: SamplingParams) -> None:
@@ -134,11 +138,27 @@ class TokenFeed:
             np.bitwise_or.at(plane, tokens // 32, np.uint32(1) << tokens % 32)
         self._ban_ring.send(self._space["feed.bans"].offset(slot * planes.nbytes), stream)
 
-    def _send_history(self, seq: SequenceState, stream: StreamLike) -> None:
+    def _send_history(self, tokens: Sequence[int], slot: int, stream: StreamLike) -> None:
         history = self._history_ring.slots[self._history_ring.take()].view(np.int32)
-        history[: len(seq.tokens)] = seq.tokens
-        history[len(seq.tokens) :] = 0
-        self._history_ring.send(self._space["feed.history"].offset(seq.slot_idx * history.nbytes), stream)
+        history[: len(tokens)] = tokens
+        history[len(tokens) :] = 0
+        self._history_ring.send(self._space["feed.history"].offset(slot * history.nbytes), stream)
+
+    def note_fed(self, feeds: Sequence[Feed], seqs: Sequence[SequenceState], stream: StreamLike) -> None:
+        """Put ids that the host feeds into the history of their sequences, as they need not be those last chosen."""
+        for feed, seq in zip(feeds, seqs, strict=True):
+            owner, params = self._owners.get(seq.slot_idx, (None, GREEDY))
+            if feed.cell >= 0 or owner is not seq or not params.needs_history:
+                continue
+            self._token_ring.slots[self._token_ring.take()].view(np.int32)[0] = feed.ids[0]
+            place = seq.slot_idx * self._capacity + feed.first
+            with self._passes.feeding.use(stream):
+                self._token_ring.send(self._space["feed.history"].offset(4 * place), stream)
+
+    def forget(self, seq: SequenceState) -> None:
+        """Choose greedily again for a sequence that begins anew, of which nothing has been chosen."""
+        self._owners.pop(seq.slot_idx, None)
+        self._sampled.pop(seq.slot_idx, None)
 
     def move(self, seq: SequenceState, new: int) -> None:
         """Let what is kept for ``seq`` go ahead of it to slot ``new``."""
@@ -219,6 +239,10 @@ class TokenFeed:
         shape, space, arena = self._shape, self._space, self._logits.arena
         rows = len(counts)
         self._logits.index(logits, rows)
+        try:
+            self._gpu.event_query(event)  # one that is not live is refused before anything is enqueued
+        except (TypeError, ValueError):
+            raise InvalidInput("event", "an event of this model", event) from None
         results = space["feed.results"]
         adjusted = counts[:, _MODE] & (BANNED | SUPPRESS) | (counts[:, _NGRAM] > 0) | (settings[:, _PENALTY] != 1)
         passes = self._passes
@@ -263,6 +287,7 @@ class TokenFeed:
             or dst.shape != shape
             or dst.dtype.kind not in "iu"
             or dst.dtype.itemsize != itemsize
+            or not dst.dtype.isnative
             or not dst.flags.c_contiguous
             or not dst.flags.writeable
         ):

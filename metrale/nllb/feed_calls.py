@@ -34,7 +34,10 @@ class FeedCalls(ForwardCalls):
         with self._lock:
             self._check_open()
             self._check_lanes("sources", len(sources), seqs)
-            return self._passes.decode(self._fed(sources, seqs), stream)
+            feeds = self._fed(sources, seqs)
+            base = self._passes.decode(feeds, stream)
+            self._feed.note_fed(feeds, seqs, stream)
+            return base
 
     def mixed_forward_batch_fed(
         self,

@@ -83,6 +83,7 @@ class ForwardCalls(NllbCore):
             self._check_open()
             feeds = self._feeds("tokens", tokens, seqs)
             base = self._passes.decode(feeds, stream)
+            self._feed.note_fed(feeds, seqs, stream)
             self._note_decoded(feeds, seqs)
             return base
 
@@ -152,6 +153,7 @@ class ForwardCalls(NllbCore):
             result = MixedBatchResult(*self._passes.mixed(feeds, decode_stream, prompts, row_base, stream))
         else:
             result = MixedBatchResult(NULL, self._passes.prefill(prompts, row_base, stream) if prompts else [])
+        self._feed.note_fed(feeds, seqs, decode_stream)
         self._note_prefilled(prompts)
         return result
 
@@ -196,6 +198,7 @@ class ForwardCalls(NllbCore):
         for prompt in prompts:
             prompt.seq.tokens = [self.config.generation.decoder_start_token_id, prompt.target]
             prompt.seq.seq_len = prompt.seq.prompt_len = PREFIX_LEN
+            self._feed.forget(prompt.seq)
 
     @staticmethod
     def _note_decoded(feeds: Sequence[Feed], seqs: Sequence[SequenceState]) -> None:

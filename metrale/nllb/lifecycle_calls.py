@@ -109,10 +109,11 @@ class LifecycleCalls(NllbCore):
         integer("num_blocks", num_blocks, 0, 0, "0, as the KV is not paged")
         with self._lock:
             self._check_open()
+            self._table.span(seq)
+            saved = SavedSequence.read(self.shape, reader)  # first: the reader may be somebody's code
             span = self._table.span(seq)
             if seq.seq_len:
                 raise SequenceError(f"restore_sequence_state: the sequence in slot {seq.slot_idx} is in use already")
-            saved = SavedSequence.read(self.shape, reader)
             needed = saved.source_len + len(saved.tokens)
             if needed > span.positions:
                 raise SequenceError(
@@ -131,13 +132,14 @@ class LifecycleCalls(NllbCore):
             max_prompt_tokens=limits.max_source_len - FRAME_LEN,
             max_new_tokens=limits.max_new_tokens,
             prompt_overhead=FRAME_LEN,
+            kv_positions=self._pool.capacity,
             eos_ids=frozenset(self.config.generation.eos_token_id),
             needs_src_lang=self.languages.source is None,
             needs_tgt_lang=self.languages.target is None,
         )
 
     def device_bytes(self) -> int:
-        return self.gpu.live_bytes()
+        return 0 if self._teardown is None else self.gpu.live_bytes()
 
     def kv_usage(self) -> tuple[int, int]:
         with self._lock:

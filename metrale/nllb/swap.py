@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A sequence as bytes: a line of JSON that says what it is, then the keys and values that it has written.
+"""A sequence as bytes: a line of JSON that says what it is, the keys and values that it has written, and a CRC of both.
 
 The bytes fit any model of the same KV layout with room for the sequence, and are checked before anything changes.
 """
@@ -18,6 +18,7 @@ from metrale.nllb.limits import ModelShape
 
 _FORMAT: Final = "metrale sequence 1"
 _MOST_HEADER: Final = 1 << 20
+_CHECKSUM_BYTES: Final = 4
 _SAME: Final = ("format", "dtype", "d_model", "decoder_layers", "vocab")
 
 
@@ -51,10 +52,10 @@ class SavedSequence:
             "src_lang_id": self.src_lang_id,
             "tgt_lang_id": self.tgt_lang_id,
             "source_len": self.source_len,
-            "crc32": zlib.crc32(self.kv),
         }
-        writer.write(json.dumps(header, separators=(",", ":")).encode() + b"\n")
-        writer.write(self.kv)
+        line = json.dumps(header, separators=(",", ":")).encode() + b"\n"
+        for part in (line, self.kv, _checksum(line, self.kv)):
+            _write_all(writer, part)
 
     @classmethod
     def read(cls, shape: ModelShape, reader: BinaryIO) -> SavedSequence:
@@ -65,7 +66,7 @@ class SavedSequence:
         InvalidInput
             When it is not a saved sequence, is cut or damaged, or belongs to a model of another layout.
         """
-        header = _read_header(reader)
+        line, header = _read_header(reader)
         layout = _layout(shape)
         for name in _SAME:
             if header.get(name) != layout[name]:
@@ -84,8 +85,8 @@ class SavedSequence:
             source_len=source_len,
             kv=_read_exactly(reader, size),
         )
-        if zlib.crc32(saved.kv) != header.get("crc32"):
-            raise InvalidInput("reader", "keys and values that are as they were written", "damaged bytes")
+        if _read_exactly(reader, _CHECKSUM_BYTES) != _checksum(line, saved.kv):
+            raise InvalidInput("reader", "bytes that are as they were written", "damaged ones")
         return saved
 
 
@@ -95,17 +96,33 @@ def _layout(shape: ModelShape) -> dict[str, Any]:
     return dict(zip(_SAME, values, strict=True))
 
 
-def _read_header(reader: BinaryIO) -> dict[str, Any]:
+def _checksum(line: bytes, kv: bytes) -> bytes:
+    return zlib.crc32(kv, zlib.crc32(line)).to_bytes(_CHECKSUM_BYTES, "little")
+
+
+def _write_all(writer: BinaryIO, data: bytes) -> None:
+    """Write all of ``data``: a raw file may take a part of it at a time."""
+    rest = memoryview(data)
+    while rest:
+        taken = writer.write(rest)
+        if not isinstance(taken, int) or not 0 < taken <= len(rest):
+            raise InvalidInput("writer", "an open binary file that takes what is written", writer)
+        rest = rest[taken:]
+
+
+def _read_header(reader: BinaryIO) -> tuple[bytes, dict[str, Any]]:
     if not callable(getattr(reader, "readline", None)):
         raise InvalidInput("reader", "an open binary file", reader)
     line = reader.readline(_MOST_HEADER)
+    if not isinstance(line, bytes):
+        raise InvalidInput("reader", "an open binary file", reader)
     try:
         header = json.loads(line)
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or not line.endswith(b"\n"):
         raise InvalidInput("reader", "what save_sequence_state wrote", repr(line[:40]))
-    return header
+    return line, header
 
 
 def _read_exactly(reader: BinaryIO, size: int) -> bytes:
@@ -113,8 +130,9 @@ def _read_exactly(reader: BinaryIO, size: int) -> bytes:
     missing = size
     while missing:
         part = reader.read(missing)
-        if not part:
-            raise InvalidInput("reader", f"{size:,} bytes of keys and values", f"{size - missing:,} bytes")
+        if not part or len(part) > missing:
+            got = f"{size - missing + len(part or b''):,} bytes"
+            raise InvalidInput("reader", f"{size:,} bytes more, after the ones before", got)
         parts.append(part)
         missing -= len(part)
     return b"".join(parts)

@@ -25,6 +25,8 @@ _BATCHES_PER_WINDOW: Final = 4
 """So many texts are with the engine for each of its lanes: enough that none runs empty while a long one holds up the
 order."""
 
+_MOST_WINDOW: Final = 1 << 20
+
 _MOST_INDEX: Final = (1 << 63) - 1
 
 
@@ -246,7 +248,7 @@ class Translator:
             raise InvalidInput("texts", "an iterable of str", "one str")
         _require_iterable(texts)
         lanes = self.model.shape.limits.max_batch
-        wide = _BATCHES_PER_WINDOW * lanes if window is None else integer("window", window, 1)
+        wide = _BATCHES_PER_WINDOW * lanes if window is None else integer("window", window, 1, _MOST_WINDOW)
         first = integer("first_index", first_index, 0, _MOST_INDEX)
         maker = self._maker(max_new_tokens, num_beams, return_scores, truncate, sampling, timeout, first)
         (source_code,) = self._languages("source", source, 1, self.model.languages.source)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from metrale.cli import main
+from metrale.cli.destination import Destination
+from metrale.cli.failure import Failure
 from metrale.cli.journal import record_path
 from metrale.cli.record import Record, State, empty_digest
 from tests.cli.conftest import FakeTranslator
@@ -214,3 +216,24 @@ def test_a_slot_that_is_not_whole_is_none(tmp_path: Path) -> None:
         again = Record(path)
         again.close()
         assert [state.lines for state in again.states] == [4, 0]
+
+
+@pytest.mark.parametrize("name", ["out.resume.new", "out.resume.tmp"])
+def test_no_file_of_another_name_is_touched(tmp_path: Path, name: str) -> None:
+    """A record is written whole or not at all, by way of a file that nobody else has."""
+    victim, source, output = tmp_path / name, tmp_path / "in.txt", tmp_path / "out"
+    victim.write_text("precious")
+    source.write_text("one\n")
+    Record.create(record_path(output), {"a": 1}).close()
+    assert victim.read_text() == "precious"
+    assert {path.name for path in tmp_path.iterdir()} == {name, "in.txt", "out.resume"}
+
+
+def test_an_empty_output_that_is_written_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.touch()
+    destination = Destination(output, "begin", resumable=True)
+    output.write_text("finished by somebody else\n")
+    with pytest.raises(Failure, match="another process has written it meanwhile"):
+        destination.open(None, dict)
+    assert output.read_text() == "finished by somebody else\n"

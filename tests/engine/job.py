@@ -94,7 +94,7 @@ def draw_sampling(rng: random.Random, eos: Iterable[int]) -> SamplingParams:
         no_repeat_ngram_size=rng.choice((0, 0, 1, 2, 3)),
         banned_ids=tuple(rng.sample(range(VOCAB), rng.choice((0, 0, 10)))),
         eos_ids=tuple(sorted(eos)) if least else (),
-        min_new_tokens=least,
+        min_new_tokens=least if eos else 0,
         seed=rng.getrandbits(64),
     )
 

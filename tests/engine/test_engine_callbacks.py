@@ -188,3 +188,23 @@ def test_waiting_for_a_request_in_a_callback_is_refused(model: NllbModel, wait: 
         with model.exclusive():  # it cannot begin before its handle is in the list
             others[0] = engine.submit(ask(on_token=on_token))
         assert "EngineError: a callback waits" in str(others[0].result(PATIENCE).error)
+
+
+class Unreadable(Exception):
+    """An error whose text cannot be had."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_without_a_text_ends_its_request_alone(model: NllbModel) -> None:
+    def fail(token: int) -> None:
+        raise Unreadable
+
+    with serving(model) as engine:
+        other = engine.submit(ask())
+        assert engine.submit(ask(on_token=fail)).result(PATIENCE).error == (
+            "on_token raised Unreadable (without a readable text)"
+        )
+        assert other.result(PATIENCE).error is None
+        assert engine.submit(ask()).result(PATIENCE).error is None

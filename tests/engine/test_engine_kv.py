@@ -261,3 +261,15 @@ def test_two_engines_and_another_caller_on_one_model(make_small: MakeSmall, pool
         finally:
             stop.set()
         assert counting.result(PATIENCE) > 0
+
+
+def test_a_request_that_the_whole_pool_cannot_hold_waits_for_nobody(make_small: MakeSmall) -> None:
+    """Another caller holds a little of the pool for good; those behind the request are served meanwhile."""
+    model = make_small(20)
+    held = model.alloc_sequence_for(4)
+    with serving(model) as engine:
+        never = engine.submit(ask(*range(5, 15), max_new_tokens=24))  # 10 + 2 for the source, and 17 at least
+        behind = [engine.submit(ask(max_new_tokens=3)) for _ in range(3)]
+        assert never.result(PATIENCE).error == NO_MEMORY
+        assert [one.result(PATIENCE).error for one in behind] == [None] * 3
+    model.free_sequence(held)

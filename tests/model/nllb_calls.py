@@ -152,7 +152,7 @@ LIFECYCLE = [
     Row("detach_slot_for_reuse", detach_slot_for_reuse, (SequenceState.DETACHED, 0, 0)),
     Row("save_sequence_state", swapped, (1, 0, [*PREFIX, 9, 10])),
     Row("restore_sequence_state", swapped, (1, 0, [*PREFIX, 9, 10])),
-    Row("capacity", lambda lab: lab.model.capacity(), Capacity(LANES, 10, 8, 2, frozenset({2}))),
+    Row("capacity", lambda lab: lab.model.capacity(), Capacity(LANES, 10, 8, 2, LANES * (12 + 9), frozenset({2}))),
     Row("device_bytes", lambda lab: lab.model.device_bytes(), lambda lab: lab.real.memory_plan().total),
     Row("kv_usage", kv_usage, (True, True)),
     Row("num_free_blocks", lambda lab: lab.model.num_free_blocks(), 2**20),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu_runtime.errors import DeviceError
 from metrale.errors import InvalidInput, NotSupported, SequenceError
 from metrale.model import FeedSource, PrefillSlice, RowMask, SamplingParams, SequenceState
 from metrale.nllb.model import NllbModel
@@ -371,3 +372,49 @@ def test_there_are_no_blocks_to_reserve(tiny: NllbModel) -> None:
     tiny.free_sequence(seq)
     with pytest.raises(SequenceError):
         tiny.reserve_decode_block(seq)
+
+
+@pytest.mark.parametrize("event", [0, -1, None, "x", 1.5, 1 << 70])
+def test_a_wrong_event_is_refused_before_anything_is_enqueued(tiny: NllbModel, event: Any) -> None:
+    seq = prefilled(tiny, CASES[0])
+    dst = np.full((3, 1), 7, np.int32)
+    with tiny.gpu.launch_trace() as trace, pytest.raises((InvalidInput, DeviceError)):
+        tiny.sample_batch_to_feed(tiny.logits_buffer_ptr(), [seq], dst, event)
+    assert not trace
+    assert (dst == 7).all()
+
+
+@pytest.mark.parametrize("feed", ["decode", "decode_batch", "fed", "mixed"])
+def test_the_history_has_what_the_decoder_was_given(tiny: NllbModel, feed: str) -> None:
+    """Not what was chosen, when the caller feeds another id: that one may be chosen, and this one not again."""
+    params = SamplingParams(no_repeat_ngram_size=1)
+    seq = prefilled(tiny, CASES[0])
+    tiny.begin_sampling(seq, params)
+    row = tiny.logits_buffer_ptr().offset((tiny.shape.limits.max_batch + seq.slot_idx) * tiny.logits_row_bytes())
+    for token in (11, 12, 13, 14):
+        sampled(tiny, row, [seq])
+        if feed == "decode":
+            tiny.decode(token, seq)
+        elif feed == "decode_batch":
+            tiny.decode_batch([token], [seq])
+        elif feed == "mixed":
+            tiny.mixed_forward_batch([token], [seq], [])
+        else:
+            tiny.decode_batch_fed([FeedSource(token=token)], [seq])
+            seq.tokens.append(token)
+            seq.seq_len += 1
+        row = tiny.logits_buffer_ptr()
+    logits = tiny.copy_logits_to_host(row)
+    logits[list(seq.tokens)] = -np.inf
+    assert sampled(tiny, row, [seq]).ids[0] == logits.argmax()
+
+
+def test_a_prefill_begins_anew(tiny: NllbModel) -> None:
+    seq = prefilled(tiny, CASES[0])
+    row = tiny.logits_buffer_ptr().offset((tiny.shape.limits.max_batch + seq.slot_idx) * tiny.logits_row_bytes())
+    tiny.begin_sampling(seq, SamplingParams(banned_ids=tuple(range(90))))
+    assert sampled(tiny, row, [seq]).ids[0] >= 90
+    tiny.prefill(CASES[0].tokens, seq)
+    with pytest.raises(InvalidInput, match="has chosen an id"):
+        tiny.decode_batch_fed([SAMPLED], [seq])
+    assert sampled(tiny, row, [seq]).ids[0] == tiny.argmax_on_device(row)

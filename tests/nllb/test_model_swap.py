@@ -126,10 +126,10 @@ def test_what_is_saved_is_one_line_and_the_keys_and_values(tiny: NllbModel) -> N
         "src_lang_id": 80,
         "tgt_lang_id": 81,
         "source_len": 5,
-        "crc32": zlib.crc32(kv),
     }
-    assert len(kv) == (5 + 3) * POSITION
-    assert kv == block(tiny.gpu, "KV cache")[: len(kv)]
+    assert len(kv) == (5 + 3) * POSITION + 4
+    assert kv[:-4] == block(tiny.gpu, "KV cache")[: len(kv) - 4]
+    assert kv[-4:] == zlib.crc32(line + b"\n" + kv[:-4]).to_bytes(4, "little")
 
 
 def test_the_budget_of_the_new_sequence_must_be_enough(tiny: NllbModel) -> None:
@@ -266,3 +266,63 @@ def test_saving_waits_for_what_fills_the_span_and_restoring_for_what_read_it(mak
     with gpu.noted() as later:
         model.decode(9, seq, streams[0])
     assert gpu.all_before(copy, later)
+
+
+def test_no_flipped_bit_is_taken_for_a_sequence(tiny: NllbModel) -> None:
+    """Every bit of the line that says what it is, and one of every hundredth byte behind it."""
+    seq = prefilled(tiny, ONE)
+    data = saved(tiny, seq)
+    line = data.index(b"\n") + 1
+    fresh = tiny.alloc_sequence()
+    places = [8 * byte + bit for byte in range(line) for bit in range(8)]
+    places += [8 * byte + 3 for byte in (*range(line, len(data), 100), *range(len(data) - 4, len(data)))]
+    for place in places:
+        damaged = bytearray(data)
+        damaged[place >> 3] ^= 1 << (place & 7)
+        with pytest.raises(InvalidInput, match="reader"):
+            tiny.restore_sequence_state(fresh, 0, io.BytesIO(bytes(damaged)))
+    assert fresh.seq_len == 0
+
+
+class Greedy(io.BytesIO):
+    """Gives more than it is asked for."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(-1)
+
+
+class Stingy(io.RawIOBase):
+    """Takes a hundred bytes at a time."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, part: Any, /) -> int:
+        self.data += bytes(part[:100])
+        return len(part[:100])
+
+
+def test_files_that_take_or_give_another_number_of_bytes(tiny: NllbModel) -> None:
+    seq, fresh, stingy = prefilled(tiny, ONE), tiny.alloc_sequence(), Stingy()
+    tiny.save_sequence_state(seq, stingy)  # type: ignore[arg-type]
+    assert bytes(stingy.data) == saved(tiny, seq)
+    with pytest.raises(InvalidInput, match=r"reader: expected .* bytes more"):
+        tiny.restore_sequence_state(fresh, 0, Greedy(saved(tiny, seq) + b"more"))
+    for wrong in (io.StringIO("text"), "a name", None):
+        with pytest.raises(InvalidInput, match="reader: expected an open binary file"):
+            tiny.restore_sequence_state(fresh, 0, wrong)  # type: ignore[arg-type]
+
+
+def test_a_reader_that_frees_the_sequence(tiny: NllbModel) -> None:
+    seq, fresh = prefilled(tiny, ONE), tiny.alloc_sequence()
+
+    class Rude(io.BytesIO):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            tiny.free_sequence(fresh)
+            return super().readline(size)
+
+    with pytest.raises(SequenceError, match="expected a live sequence"):
+        tiny.restore_sequence_state(fresh, 0, Rude(saved(tiny, seq)))
