@@ -331,8 +331,9 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         nonlocal calls
         calls += 1
         if calls == step:
-            row = np.full(4, np.nan, dtype=np.float32)
-            self.gpu.copy_h2d(row, logits.offset((len(seqs) - 1) * self.logits_row_bytes()))
+            row = logits.offset((len(seqs) - 1) * self.logits_row_bytes())
+            self.gpu.event_synchronize(self.logits_event(row))  # a forward on another stream may still write it
+            self.gpu.copy_h2d(np.full(4, np.nan, dtype=np.float32), row)
         original(self, logits, seqs, *rest, **options)
 
     monkeypatch.setattr(NllbModel, "sample_batch_to_feed", sample)

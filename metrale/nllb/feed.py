@@ -20,7 +20,7 @@ from metrale.nllb.checks import token_id, token_ids
 from metrale.nllb.decoder import Feed
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.logits import LogitsRows
-from metrale.nllb.passes import Passes
+from metrale.nllb.passes import Copy, Passes
 from metrale.nllb.staging import Ring
 from metrale.nllb.workspace import Workspace, feed_state
 from metrale.ops.sample import BANNED, COUNT_COLUMNS, KEEP, LOGPROB, SETTING_COLUMNS, SUPPRESS, sample
@@ -69,8 +69,6 @@ class TokenFeed:
             undo.callback(self._ban_ring.free)
             self._history_ring = Ring(gpu, self._capacity * 4, _UPLOADS_AHEAD)
             undo.callback(self._history_ring.free)
-            self._token_ring = Ring(gpu, 4, _UPLOADS_AHEAD)
-            undo.callback(self._token_ring.free)
             self._teardown = undo.pop_all()
 
     def free(self) -> None:
@@ -113,6 +111,7 @@ class TokenFeed:
         banned, suppressed = bool(params.banned_ids), params.suppresses_eos
         self._passes.refuse_capture(stream)
         history = token_ids("seq.tokens", seq.tokens, self._shape.vocab)
+        self._passes.decoding.wait(stream)  # a step may still write the history of the slot's former owner
         with self._passes.feeding.use(stream):
             if banned or suppressed:
                 self._send_bans(params, seq.slot_idx, stream)
@@ -144,16 +143,18 @@ class TokenFeed:
         history[len(tokens) :] = 0
         self._history_ring.send(self._space["feed.history"].offset(slot * history.nbytes), stream)
 
-    def note_fed(self, feeds: Sequence[Feed], seqs: Sequence[SequenceState], stream: StreamLike) -> None:
-        """Put ids that the host feeds into the history of their sequences, as they need not be those last chosen."""
-        for feed, seq in zip(feeds, seqs, strict=True):
+    def fed_history(self, feeds: Sequence[Feed], seqs: Sequence[SequenceState]) -> list[Copy]:
+        """Return the copies that put a step's ids into the histories, but for ids that `sample` has put there."""
+        ids, cells = self._space.tables["decoder"].places["ids"], self._space["feed.cells"]
+        copies = []
+        for row, (feed, seq) in enumerate(zip(feeds, seqs, strict=True)):
             owner, params = self._owners.get(seq.slot_idx, (None, GREEDY))
-            if feed.cell >= 0 or owner is not seq or not params.needs_history:
-                continue
-            self._token_ring.slots[self._token_ring.take()].view(np.int32)[0] = feed.ids[0]
-            place = seq.slot_idx * self._capacity + feed.first
-            with self._passes.feeding.use(stream):
-                self._token_ring.send(self._space["feed.history"].offset(4 * place), stream)
+            own_cell = self._shape.logits_rows + seq.slot_idx
+            if owner is seq and params.needs_history and feed.cell != own_cell:
+                source = ids.offset(4 * row) if feed.cell < 0 else cells.offset(4 * feed.cell)
+                place = self._space["feed.history"].offset(4 * (seq.slot_idx * self._capacity + feed.first))
+                copies.append(Copy(source, place, 4))
+        return copies
 
     def forget(self, seq: SequenceState) -> None:
         """Choose greedily again for a sequence that begins anew, of which nothing has been chosen."""

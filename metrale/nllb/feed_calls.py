@@ -35,9 +35,7 @@ class FeedCalls(ForwardCalls):
             self._check_open()
             self._check_lanes("sources", len(sources), seqs)
             feeds = self._fed(sources, seqs)
-            base = self._passes.decode(feeds, stream)
-            self._feed.note_fed(feeds, seqs, stream)
-            return base
+            return self._passes.decode(feeds, stream, self._feed.fed_history(feeds, seqs))
 
     def mixed_forward_batch_fed(
         self,

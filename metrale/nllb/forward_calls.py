@@ -82,8 +82,7 @@ class ForwardCalls(NllbCore):
         with self._lock:
             self._check_open()
             feeds = self._feeds("tokens", tokens, seqs)
-            base = self._passes.decode(feeds, stream)
-            self._feed.note_fed(feeds, seqs, stream)
+            base = self._passes.decode(feeds, stream, self._feed.fed_history(feeds, seqs))
             self._note_decoded(feeds, seqs)
             return base
 
@@ -150,10 +149,10 @@ class ForwardCalls(NllbCore):
         prompts = self._prompts(streams, row_base)
         self._admission.check_distinct([*seqs, *(one.seq for one in prompts)], "seqs, streams" if feeds else "streams")
         if feeds:
-            result = MixedBatchResult(*self._passes.mixed(feeds, decode_stream, prompts, row_base, stream))
+            copies = self._feed.fed_history(feeds, seqs)
+            result = MixedBatchResult(*self._passes.mixed(feeds, copies, decode_stream, prompts, row_base, stream))
         else:
             result = MixedBatchResult(NULL, self._passes.prefill(prompts, row_base, stream) if prompts else [])
-        self._feed.note_fed(feeds, seqs, decode_stream)
         self._note_prefilled(prompts)
         return result
 

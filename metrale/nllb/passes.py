@@ -7,6 +7,7 @@ Decoding and prefilling have workspaces of their own, so that a step may decode 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
@@ -23,12 +24,20 @@ from metrale.nllb.turns import Turn
 from metrale.nllb.workspace import Workspace
 
 
+class Copy(NamedTuple):
+    """A copy within the device."""
+
+    source: DevicePtr
+    target: DevicePtr
+    nbytes: int
+
+
 class Passes:
     """Enqueues decode steps and prefills. What they are given has been checked.
 
     Three things are shared, and each has its `Turn`: the decode workspace, the prefill workspace (the encoder's and the
-    decoder prefix's), and the token feed, which reads logits rows and writes the ids that a fed step takes in. KV and
-    rows need no turn of their own, as these three imply their order.
+    decoder prefix's), and the token feed, which reads logits rows and writes the ids that a fed step takes in. KV, rows
+    and histories need no turn of their own, as these three imply their order.
 
     Parameters
     ----------
@@ -67,8 +76,8 @@ class Passes:
         self._decoder = Decoder(gpu, shape, weights, space, "decoder")
         self.hidden = self._decoder.hidden
 
-    def decode(self, feeds: Sequence[Feed], stream: StreamLike) -> DevicePtr:
-        """Enqueue one step, feed ``i`` into row ``i``, and return the address of row 0."""
+    def decode(self, feeds: Sequence[Feed], stream: StreamLike, copies: Sequence[Copy] = ()) -> DevicePtr:
+        """Enqueue one step, feed ``i`` into row ``i``, then ``copies``, and return the address of row 0."""
         self.refuse_capture(stream)
         rows = self._logits
         if any(feed.span.fresh for feed in feeds) or rows.any_written_by(self.prefilling, 0, len(feeds)):
@@ -76,6 +85,8 @@ class Passes:
         self.feeding.wait(stream)
         with self.decoding.use(stream):
             self._decoder.run(feeds, rows.arena.base, stream)
+            for copy in copies:
+                self._gpu.copy_d2d_async(*copy, stream)
         rows.written(self.decoding, 0, len(feeds))
         for feed in feeds:
             feed.span.fresh = False
@@ -89,7 +100,13 @@ class Passes:
         return self._prefill(prompts, row, stream)
 
     def mixed(
-        self, feeds: Sequence[Feed], decode_stream: StreamLike, prompts: list[Prompt], row: int, stream: StreamLike
+        self,
+        feeds: Sequence[Feed],
+        copies: Sequence[Copy],
+        decode_stream: StreamLike,
+        prompts: list[Prompt],
+        row: int,
+        stream: StreamLike,
     ) -> tuple[DevicePtr, list[DevicePtr]]:
         """Enqueue a decode step on one stream and a prefill on another, where both may run at the same time.
 
@@ -99,7 +116,7 @@ class Passes:
         self.refuse_capture(stream)
         if prompts:
             self._await_readers(stream)  # before the step is enqueued, which the prefill need not wait for
-        base = self.decode(feeds, decode_stream)
+        base = self.decode(feeds, decode_stream, copies)
         ptrs = self._prefill(prompts, row, stream) if prompts else []
         self.decoding.wait(stream)
         return base, ptrs

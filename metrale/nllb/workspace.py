@@ -65,12 +65,17 @@ class Table:
     columns : mapping
     rows : int
         Most rows of a column.
+
+    Attributes
+    ----------
+    places : mapping
+        Each column's address.
     """
 
     def __init__(self, gpu: GpuBackend, base: DevicePtr, columns: Columns, rows: int) -> None:
         layout = table_layout(columns, rows)
         self._base = base
-        self._places = {name: base.offset(start) for name, start in layout.offsets.items()}
+        self.places: Final = {name: base.offset(start) for name, start in layout.offsets.items()}
         self._ring = Ring(gpu, layout.nbytes, UPLOADS_AHEAD)
         self._columns = [
             {
@@ -91,7 +96,7 @@ class Table:
         for name, column in self._columns[self._ring.take()].items():
             column[: len(values[name])] = values[name]
         self._ring.send(self._base, stream)
-        return self._places
+        return self.places
 
     def free(self) -> None:
         """Free the page-locked memory; the device memory is not the table's."""

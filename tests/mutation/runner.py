@@ -81,6 +81,8 @@ def run_all(jobs: Iterable[tuple[AnyMutant | None, tuple[str, ...]]], workers: i
 
 
 def _fork(mutant: AnyMutant | None, tests: tuple[str, ...], log: str) -> int:
+    if mutant is not None and mutant.module in sys.modules:
+        raise RuntimeError(f"{mutant.module} has been imported: no fork of this process would see its mutants")
     pid = os.fork()
     if pid:
         return pid

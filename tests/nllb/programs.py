@@ -57,6 +57,7 @@ class Program(Walk):
             self._choose_and_replace: 2,
             self._begin: 2,
             self._begin_again: 2,
+            self._step_and_begin: 2,
             self._free: 4,
             self._move: 1,
             self._choose_and_move: 2,
@@ -103,6 +104,11 @@ class Program(Walk):
         elif lanes:
             self._fed_step(lanes, stream)
         return bool(lanes)
+
+    def _step_one(self, lane: Lane) -> None:
+        stream = self._stream()
+        self._write({0: lane}, stream)
+        self.model.decode_batch(self._tokens([lane]), seqs_of([lane]), stream)
 
     def _fed_step(self, lanes: list[Lane], stream: int) -> None:
         self._write(dict(enumerate(lanes)), stream)
@@ -218,6 +224,21 @@ class Program(Walk):
             self._sample(lane.row, [lane])
             self._begin_one(lane)
         return bool(lanes)
+
+    def _step_and_begin(self) -> bool:
+        """A new sequence gets the slot, and a history of its own, of one whose step is under way."""
+        lanes = [lane for lane in self._live if lane.seq.seq_len < lane.room]
+        if not lanes or len(self._live) < SLOTS:
+            return False
+        done, known = self.random.choice(lanes), len(self.lanes)
+        self._begin_one(done)
+        self._step_one(done)
+        self._give_up(done)
+        self._prefill()
+        for lane in self.lanes[known:]:
+            self._begin_one(lane)
+            self._sample(lane.row, [lane])
+        return len(self.lanes) > known
 
     def _begin_one(self, lane: Lane) -> None:
         draw = self.random.random

@@ -384,29 +384,51 @@ def test_a_wrong_event_is_refused_before_anything_is_enqueued(tiny: NllbModel, e
     assert (dst == 7).all()
 
 
-@pytest.mark.parametrize("feed", ["decode", "decode_batch", "fed", "mixed"])
+@pytest.mark.parametrize("feed", ["decode", "decode_batch", "fed", "from_row", "mixed", "mixed_fed"])
 def test_the_history_has_what_the_decoder_was_given(tiny: NllbModel, feed: str) -> None:
     """Not what was chosen, when the caller feeds another id: that one may be chosen, and this one not again."""
     params = SamplingParams(no_repeat_ngram_size=1)
     seq = prefilled(tiny, CASES[0])
     tiny.begin_sampling(seq, params)
     row = tiny.logits_buffer_ptr().offset((tiny.shape.limits.max_batch + seq.slot_idx) * tiny.logits_row_bytes())
+    given = [2, 81]
     for token in (11, 12, 13, 14):
-        sampled(tiny, row, [seq])
-        if feed == "decode":
+        [chosen] = sampled(tiny, row, [seq]).ids
+        if feed == "from_row":
+            [token] = to_feed(tiny, row, [RowMask((chosen,))])
+            tiny.decode_batch_fed([FeedSource(from_row=0)], [seq])
+        elif feed == "decode":
             tiny.decode(token, seq)
         elif feed == "decode_batch":
             tiny.decode_batch([token], [seq])
         elif feed == "mixed":
             tiny.mixed_forward_batch([token], [seq], [])
+        elif feed == "mixed_fed":
+            tiny.mixed_forward_batch_fed([FeedSource(token=token)], [seq], [])
         else:
             tiny.decode_batch_fed([FeedSource(token=token)], [seq])
+        if seq.seq_len == len(given):
             seq.tokens.append(token)
             seq.seq_len += 1
+        given.append(token)
+        assert seq.tokens == given
         row = tiny.logits_buffer_ptr()
     logits = tiny.copy_logits_to_host(row)
     logits[list(seq.tokens)] = -np.inf
     assert sampled(tiny, row, [seq]).ids[0] == logits.argmax()
+
+
+def test_histories_are_kept_without_waiting(tiny: NllbModel) -> None:
+    """However many lanes have one."""
+    seqs = [prefilled(tiny, case) for case in CASES]
+    for seq in seqs:
+        tiny.begin_sampling(seq, SamplingParams(no_repeat_ngram_size=1))
+    tiny.synchronize()
+    with tiny.gpu.launch_trace() as trace:
+        for _ in range(3):
+            tiny.decode_batch([9] * 4, seqs)
+    assert "wait" not in {record.kind for record in trace}
+    assert sum(record.name == "d2d" for record in trace) == 3 * 4
 
 
 def test_a_prefill_begins_anew(tiny: NllbModel) -> None:
