@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
-PATIENCE: Final = 120.0
+PATIENCE: Final = 60.0
 """Seconds after which a wait that should have ended is a failure. No test that passes comes near it."""
 
 
