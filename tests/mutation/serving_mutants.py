@@ -7,7 +7,7 @@ from __future__ import annotations
 from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
 
-_FEED = files("feed", "sampling", "streams")
+_FEED = files("feed", "sampling", "sampling_refusals", "streams")
 _SWAP = files("swap", "swap_damage")
 _PADDING = files("padding")
 
@@ -38,7 +38,7 @@ SERVING_MUTANTS: list[Mutant] = [
         "metrale.nllb.passes",
         files("mixed", "streams"),
         ("        self.decoding.wait(stream)\n        return base, ptrs", "        return base, ptrs"),
-        ("base = self.decode(feeds, decode_stream)", "base = self.decode(feeds, stream)"),
+        ("self.decode(feeds, decode_stream, copies)", "self.decode(feeds, stream, copies)"),
         (
             "        if prompts:\n            self._await_readers(stream)  # b",
             "        if False:\n            pass  # b",
@@ -110,9 +110,19 @@ SERVING_MUTANTS: list[Mutant] = [
         ("(params.banned_ids, params.eos_ids)", "(params.eos_ids, params.banned_ids)"),
         ("        planes.fill(0)\n", ""),
         ("offset(slot * planes.nbytes)", "offset(0)"),
-        ("offset(seq.slot_idx * history.nbytes)", "offset(0)"),
-        ("history[: len(seq.tokens)] = seq.tokens", "history[: len(seq.tokens) - 1] = seq.tokens[1:]"),
+        ("offset(slot * history.nbytes)", "offset(0)"),
+        ("history[: len(tokens)] = tokens", "history[: len(tokens) - 1] = tokens[1:]"),
         ("            if params.needs_history:\n", "            if False:\n"),
+        ("and feed.cell != own_cell:", "and feed.cell < 0:"),
+        ("and feed.cell != own_cell:", "and feed.cell >= 0:"),
+        ("ids.offset(4 * row) if", "ids if"),
+        ("else cells.offset(4 * feed.cell)", "else cells"),
+        ("self._capacity + feed.first)", "self._capacity + feed.first - 1)"),
+        ("        self._owners.pop(seq.slot_idx, None)\n        self._sampled", "        self._sampled"),
+        (
+            "        self._owners.pop(seq.slot_idx, None)\n        self._sampled.pop(seq.slot_idx, None)\n",
+            "        self._owners.pop(seq.slot_idx, None)\n",
+        ),
         ("            if banned or suppressed:\n", "            if banned:\n"),
         ("            if banned or suppressed:\n", "            if suppressed:\n"),
         ("counts[:, _LENGTH] = lengths", "counts[:, _LENGTH] = lengths - 1"),
@@ -149,7 +159,10 @@ SERVING_MUTANTS: list[Mutant] = [
         "swap",
         "metrale.nllb.swap",
         _SWAP,
-        ('if zlib.crc32(saved.kv) != header.get("crc32"):', "if False:"),
+        ("if _read_exactly(reader, _CHECKSUM_BYTES) != _checksum(line, saved.kv):", "if False:"),
+        ("zlib.crc32(kv, zlib.crc32(line))", "zlib.crc32(kv)"),
+        ("zlib.crc32(kv, zlib.crc32(line))", "zlib.crc32(line)"),
+        ("        rest = rest[taken:]\n", "        rest = rest[len(rest) :]\n"),
         *(("for name in _SAME:", f"for name in (*_SAME[:{at}], *_SAME[{at + 1}:]):") for at in range(5)),
         ("not 1 <= len(tokens) <= shape.limits.target_positions", "not 1 <= len(tokens)"),
         ("not 1 <= len(tokens) <= shape.limits.target_positions", "not len(tokens) <= shape.limits.target_positions"),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gpu_runtime.errors import OutOfMemory
 from gpu_runtime.pointer import DevicePtr
-from metrale.model import PrefillSlice, SequenceState
+from metrale.model import FeedSource, PrefillSlice, SequenceState
 from metrale.nllb.model import NllbModel
 from tests.nllb.decoding import sampled, to_feed
 
@@ -153,6 +153,31 @@ class Walk:
         lane.tokens.append(token)
         lane.log.append(("feed", kind, token))
         lane.sampled = lane.greedy = None
+
+    def _tokens(self, lanes: list[Lane]) -> list[int]:
+        """Give each lane some id; the model counts it."""
+        tokens = [self.random.randrange(97) for _ in lanes]
+        for lane, token in zip(lanes, tokens, strict=True):
+            self._give(lane, "token", token)
+        return tokens
+
+    def _sources(self, lanes: list[Lane]) -> list[FeedSource]:
+        """Give each lane an id that was chosen, or some id."""
+        sources = []
+        for lane in lanes:
+            kinds = ["token"] + ["sampled"] * 3 * (lane.sampled is not None)
+            kinds += ["row"] * 3 * (lane.greedy is not None and lane in self._fed)
+            kind, token = self.random.choice(kinds), self.random.randrange(97)
+            if kind == "token":
+                sources.append(FeedSource(token=token))
+                self._give(lane, kind, token)
+            elif kind == "row":
+                sources.append(FeedSource(from_row=self._fed.index(lane)))
+                self._give(lane, kind, lane.greedy)
+            else:
+                sources.append(FeedSource(sampled=True))
+                self._give(lane, kind, lane.sampled)
+        return sources
 
     def _run_of_rows(self) -> tuple[int, list[Lane]]:
         """Return rows in a row, each with some lane's latest logits: the first one's number, and the lanes."""

@@ -17,7 +17,7 @@ import pytest
 
 from gpu_runtime.errors import OutOfMemory
 from metrale.errors import InvalidInput, NoFreeSlot
-from metrale.model import GREEDY, FeedSource, RowMask, SamplingParams
+from metrale.model import GREEDY, RowMask, SamplingParams
 from tests.nllb.decoding import row_index
 from tests.nllb.lanes import SLOTS, Lane, Walk, seqs_of, slices_of
 
@@ -53,17 +53,18 @@ class Program(Walk):
             self._step_and_replace: 3,
             self._mixed: 6,
             partial(self._mixed, copies=True): 2,
+            self._mixed_and_read: 2,
             self._choose: 8,
             self._choose_and_replace: 2,
             self._begin: 2,
             self._begin_again: 2,
-            self._step_and_begin: 2,
             self._free: 4,
             self._move: 1,
             self._choose_and_move: 2,
             self._step_and_move: 2,
             self._swap: 2,
             self._swap_over: 2,
+            self._swap_and_begin: 2,
             self._forward_and_read: 3,
             partial(self._copy, "event"): 1,
             partial(self._copy, "stream"): 1,
@@ -105,11 +106,6 @@ class Program(Walk):
             self._fed_step(lanes, stream)
         return bool(lanes)
 
-    def _step_one(self, lane: Lane) -> None:
-        stream = self._stream()
-        self._write({0: lane}, stream)
-        self.model.decode_batch(self._tokens([lane]), seqs_of([lane]), stream)
-
     def _fed_step(self, lanes: list[Lane], stream: int) -> None:
         self._write(dict(enumerate(lanes)), stream)
         self.model.decode_batch_fed(self._sources(lanes), seqs_of(lanes), stream)
@@ -127,55 +123,44 @@ class Program(Walk):
         if copies and (not lanes or not stream):
             return False
         new, single = self._open(2), not copies and self.random.random() < 0.2
-        if not lanes and not new:
-            return False
         if single and len(new) == 1:
-            [one] = new
-            row = SLOTS + one.seq.slot_idx
-            self._write({**dict(enumerate(lanes)), row: one}, stream)
-            whole = one.source, one.seq, 0, len(one.source), True
-            ptr = self.model.mixed_forward(self._tokens(lanes), seqs_of(lanes), *whole, stream).prefill_logits
-            assert row_index(self.model, ptr) == row
+            self._mixed_one(lanes, new[0], stream)
+        elif lanes or new:
+            self._mixed_batch(lanes, new, stream)
+        if copies:
+            self._copy_row(lanes[-1], stream)  # comes after both parts, without waiting for a row
+        return bool(lanes or new)
+
+    def _mixed_one(self, lanes: list[Lane], new: Lane, stream: int) -> None:
+        row = SLOTS + new.seq.slot_idx
+        self._write({**dict(enumerate(lanes)), row: new}, stream)
+        whole = new.source, new.seq, 0, len(new.source), True
+        ptr = self.model.mixed_forward(self._tokens(lanes), seqs_of(lanes), *whole, stream).prefill_logits
+        assert row_index(self.model, ptr) == row
+        self._joined([new])
+
+    def _mixed_batch(self, lanes: list[Lane], new: list[Lane], stream: int) -> None:
+        rows = dict(enumerate([*lanes, *new]))
+        self._write(rows, 0, stream)
+        if self.random.random() < 0.4:
+            tokens = self._tokens(lanes)
+            result = self.model.mixed_forward_batch(tokens, seqs_of(lanes), slices_of(new), stream)
         else:
-            rows = dict(enumerate([*lanes, *new]))
-            self._write(rows, 0, stream)
-            if self.random.random() < 0.4:
-                tokens = self._tokens(lanes)
-                result = self.model.mixed_forward_batch(tokens, seqs_of(lanes), slices_of(new), stream)
-            else:
-                sources = self._sources(lanes)
-                result = self.model.mixed_forward_batch_fed(sources, seqs_of(lanes), slices_of(new), stream)
-                self._advance(lanes)
-            assert [row_index(self.model, ptr) for ptr in result.prefill_logits] == list(rows)[len(lanes) :]
-            if copies:
-                self._copy_row(lanes[-1], stream)  # comes after both parts, without waiting for a row
+            sources = self._sources(lanes)
+            result = self.model.mixed_forward_batch_fed(sources, seqs_of(lanes), slices_of(new), stream)
+            self._advance(lanes)
+        assert [row_index(self.model, ptr) for ptr in result.prefill_logits] == list(rows)[len(lanes) :]
         self._joined(new)
+
+    def _mixed_and_read(self) -> bool:
+        """A prefill writes a row that a step wrote before, and the row is read at once."""
+        lanes = [lane for lane in self._live if lane.seq.seq_len < lane.room - 1]
+        if len(lanes) < 2 or not (new := self._open(1)):
+            return False
+        self._fed_step(lanes, self._stream())
+        self._mixed_batch(lanes[:-1], new, self._stream())
+        new[0].log.append(("row", self._note(self.model.copy_logits_to_host(self._ptr(new[0].row)))))
         return True
-
-    def _tokens(self, lanes: list[Lane]) -> list[int]:
-        """Give each lane some id; the model counts it."""
-        tokens = [self.random.randrange(97) for _ in lanes]
-        for lane, token in zip(lanes, tokens, strict=True):
-            self._give(lane, "token", token)
-        return tokens
-
-    def _sources(self, lanes: list[Lane]) -> list[FeedSource]:
-        """Give each lane an id that was chosen, or some id."""
-        sources = []
-        for lane in lanes:
-            kinds = ["token"] + ["sampled"] * 3 * (lane.sampled is not None)
-            kinds += ["row"] * 3 * (lane.greedy is not None and lane in self._fed)
-            kind, token = self.random.choice(kinds), self.random.randrange(97)
-            if kind == "token":
-                sources.append(FeedSource(token=token))
-                self._give(lane, kind, token)
-            elif kind == "row":
-                sources.append(FeedSource(from_row=self._fed.index(lane)))
-                self._give(lane, kind, lane.greedy)
-            else:
-                sources.append(FeedSource(sampled=True))
-                self._give(lane, kind, lane.sampled)
-        return sources
 
     # choices
 
@@ -225,24 +210,9 @@ class Program(Walk):
             self._begin_one(lane)
         return bool(lanes)
 
-    def _step_and_begin(self) -> bool:
-        """A new sequence gets the slot, and a history of its own, of one whose step is under way."""
-        lanes = [lane for lane in self._live if lane.seq.seq_len < lane.room]
-        if not lanes or len(self._live) < SLOTS:
-            return False
-        done, known = self.random.choice(lanes), len(self.lanes)
-        self._begin_one(done)
-        self._step_one(done)
-        self._give_up(done)
-        self._prefill()
-        for lane in self.lanes[known:]:
-            self._begin_one(lane)
-            self._sample(lane.row, [lane])
-        return len(self.lanes) > known
-
-    def _begin_one(self, lane: Lane) -> None:
+    def _begin_one(self, lane: Lane, params: SamplingParams | None = None) -> None:
         draw = self.random.random
-        params = SamplingParams(
+        params = params or SamplingParams(
             temperature=self.random.choice((0.0, 2.0)),
             repetition_penalty=self.random.choice((1.0, 1.5)),
             no_repeat_ngram_size=self.random.choice((0, 1)),
@@ -313,17 +283,13 @@ class Program(Walk):
         self._give_up(done)
         self.model.compact_sequence(lane.seq, slot)
 
-    def _swap_out(self) -> bool:
-        if not self._live:
-            return False
-        lane = self.random.choice(self._live)
+    def _swap_out(self, lane: Lane) -> None:
         self._know(lane)
         self._out.append((lane, self._save(lane)))
         self._give_up(lane)
-        return True
 
-    def _swap_in(self) -> None:
-        """Bring back what was saved last, and let it go on at once."""
+    def _bring_back(self) -> Lane:
+        """Restore what was saved last."""
         lane, data = self._out.pop()
         seq = None
         while seq is None:
@@ -335,26 +301,65 @@ class Program(Walk):
         lane.seq, lane.sampled, lane.greedy = seq, None, None
         lane.log.append(("begin", GREEDY))
         self._live.append(lane)
-        if seq.seq_len < lane.room:
+        return lane
+
+    def _swap_in(self) -> None:
+        """Restore what was saved last, and let it go on at once."""
+        lane = self._bring_back()
+        if lane.seq.seq_len < lane.room:
             self._fed_step([lane], self._stream())
             self._sample(0, [lane])
 
     def _swap(self) -> bool:
-        if not self._swap_out():
+        if not self._live:
             return False
+        self._swap_out(self.random.choice(self._live))
         self.random.choice((self._prefill, self._step, self._choose))()
         self._swap_in()
         return True
 
     def _swap_over(self) -> bool:
         """A sequence comes back to where another is being prefilled, which is given up."""
-        known = len(self.lanes)
-        if not self._swap_out():
+        if not self._live:
             return False
+        self._swap_out(self.random.choice(self._live))
+        known = len(self.lanes)
         self._prefill()
         for lane in self.lanes[known:]:
             self._give_up(lane)
         self._swap_in()
+        return True
+
+    def _swap_and_begin(self) -> bool:
+        """A sequence comes back, and brings its history, to the slot of one whose step writes its own.
+
+        It may choose one of two ids: the one that the other step is given, or one that it has had in that place.
+        """
+        lanes = [lane for lane in self._live if lane.row > 0 and lane.seq.seq_len > 2]
+        pairs = [
+            (lane, done)
+            for lane in lanes
+            for done in self._live
+            if done is not lane and done.seq.seq_len < min(done.room, lane.seq.seq_len)
+        ]
+        if not pairs:
+            return False
+        lane, done = self.random.choice(pairs)
+        row, place, slot = lane.row, done.seq.seq_len, done.seq.slot_idx
+        self._swap_out(lane)
+        self._begin_one(done, SamplingParams(repetition_penalty=1.5))
+        token = next(token for token in range(97) if token not in lane.tokens)
+        self._write({0: done}, stream := self._stream())
+        self._give(done, "token", token)
+        self.model.decode_batch([token], [done.seq], stream)
+        self._give_up(done)
+        self._bring_back()
+        if lane.seq.slot_idx != slot:
+            self.model.compact_sequence(lane.seq, slot)
+        self._rows[row], lane.row = lane, row
+        others = tuple({*range(97)} - {token, lane.tokens[place]})
+        self._begin_one(lane, SamplingParams(no_repeat_ngram_size=1, banned_ids=others))
+        self._sample(row, [lane])
         return True
 
     # readers

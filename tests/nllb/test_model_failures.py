@@ -11,19 +11,19 @@ import pytest
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.faults import FailCall
-from metrale.errors import SequenceError
-from metrale.model import PrefillSlice
+from metrale.errors import InvalidInput, SequenceError
+from metrale.model import FeedSource, PrefillSlice, SamplingParams
 from metrale.nllb.model import NllbModel
 from tests.backends import Device, host_only
 from tests.nllb.backends import OrderedBackend
 from tests.nllb.conftest import MakeModel
-from tests.nllb.decoding import Case, begin, block, prefilled, state
+from tests.nllb.decoding import Case, begin, block, prefilled, sampled, state
 
 ONE = Case([5, 6, 7], 80, 81, [])
 TWO = Case([30, 31], 82, 83, [])
 
 
-ENQUEUES = ("launch", "gemm", "copy_h2d")
+ENQUEUES = ("launch", "gemm", "copy_h2d", "copy_d2d")
 """The kinds of calls that a forward is made of, besides events."""
 
 
@@ -103,6 +103,78 @@ def test_every_call_of_a_decode_step(model: NllbModel, fault: FailCall) -> None:
         base = model.decode_batch([9, 10], seqs)
         assert [row(model, base, lane) for lane in range(2)] == expected
         assert block(gpu, "KV cache") == kv_after
+
+
+def test_every_call_of_a_mixed_step(model: NllbModel, fault: FailCall) -> None:
+    """Whichever part fails, both can be asked for again; a step that was enqueued already is the same once more."""
+    expected: list[bytes] = []
+    calls, number = 1, -1
+    while number < calls:
+        live, fresh = prefilled(model, ONE), begin(model, TWO)
+        before, slices = [state(live), state(fresh)], [PrefillSlice.whole(TWO.tokens, fresh)]
+        if expected:
+            fault.arm(number)
+            with pytest.raises(DeviceError, match="was to fail"):
+                model.mixed_forward_batch([9], [live], slices)
+            assert [state(live), state(fresh)] == before
+            with pytest.raises(SequenceError, match="has not been prefilled"):
+                model.decode(9, fresh)
+        calls = fault.seen
+        base = model.mixed_forward_batch([9], [live], slices).decode_logits
+        calls = fault.seen - calls
+        rows = [row(model, base, lane) for lane in range(2)]
+        expected = expected or rows
+        assert rows == expected
+        assert (live.tokens, fresh.tokens) == ([2, 81, 9], [2, 83])
+        for seq in (live, fresh):
+            model.free_sequence(seq)
+        number += 1
+    assert calls > 80
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_every_call_of_a_choice(model: NllbModel, fault: FailCall, number: int) -> None:
+    """The copy of its parameters, and the launch: nothing is chosen, and then the same as without the failure."""
+    seq = prefilled(model, ONE)
+    model.begin_sampling(seq, SamplingParams(temperature=1.0, repetition_penalty=1.5, seed=3))
+    ptr = model.decode(9, seq)
+    fault.arm(number)
+    with pytest.raises(DeviceError, match="was to fail"):
+        sampled(model, ptr, [seq])
+    with pytest.raises(InvalidInput, match="has chosen an id"):
+        model.decode_batch_fed([FeedSource(sampled=True)], [seq])
+    first = sampled(model, ptr, [seq])
+    assert first.ids == sampled(model, ptr, [seq]).ids
+    model.decode_batch_fed([FeedSource(sampled=True)], [seq])
+    fed = row(model, ptr)
+    seq = prefilled(model, ONE)
+    model.decode(9, seq)
+    assert row(model, model.decode(first.ids[0], seq)) == fed
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_move_that_fails_leaves_the_sequence_where_it_is(model: NllbModel, fault: FailCall, number: int) -> None:
+    """With how its ids are chosen, and the one that waits."""
+    done, seq = prefilled(model, TWO), prefilled(model, ONE)
+    model.begin_sampling(seq, SamplingParams(banned_ids=tuple(range(90)), no_repeat_ngram_size=1))
+    [token] = sampled(model, model.decode(9, seq), [seq]).ids
+    model.free_sequence(done)
+    fault.arm(number)
+    with pytest.raises(DeviceError, match="was to fail"):
+        model.compact_sequence(seq, 0)
+    assert state(seq) == (1, [2, 81, 9], 3, 2, 80, 81)
+    if number:
+        model.compact_sequence(seq, 0)
+        assert seq.slot_idx == 0
+    ptr = model.decode_batch_fed([FeedSource(sampled=True)], [seq])
+    fed = row(model, ptr)
+    seq.tokens.append(token)
+    seq.seq_len += 1
+    [second] = sampled(model, ptr, [seq]).ids
+    assert (token >= 90, second >= 90, token != second) == (True, True, True)
+    seq = prefilled(model, ONE)
+    model.decode(9, seq)
+    assert row(model, model.decode(token, seq)) == fed
 
 
 @pytest.mark.parametrize("number", [0, 1, 25, 50])
