@@ -7,7 +7,7 @@ from __future__ import annotations
 from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
 
-_FEED = files("feed", "sampling", "sampling_refusals", "streams")
+_FEED = files("feed", "feed_refusals", "sampling", "sampling_refusals", "streams")
 _SWAP = files("swap", "swap_damage")
 _PADDING = files("padding")
 

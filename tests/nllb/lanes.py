@@ -130,6 +130,12 @@ class Walk:
         lane.row = -1
         self.model.free_sequence(lane.seq)
 
+    def _take_over(self, done: Lane, lane: Lane) -> None:
+        """Let one sequence have the slot of another, which is done."""
+        slot = done.seq.slot_idx
+        self._give_up(done)
+        self.model.compact_sequence(lane.seq, slot)
+
     def _write(self, rows: dict[int, Lane], *streams: int) -> None:
         """Let what is about to write rows come after those who read them by themselves."""
         for event in [event for event, row in self._readers.items() if row in rows]:

@@ -277,12 +277,6 @@ class Program(Walk):
         self._fed_step([lane], self._stream())
         return True
 
-    def _take_over(self, done: Lane, lane: Lane) -> None:
-        """Let one sequence have the slot of another, which is done."""
-        slot = done.seq.slot_idx
-        self._give_up(done)
-        self.model.compact_sequence(lane.seq, slot)
-
     def _swap_out(self, lane: Lane) -> None:
         self._know(lane)
         self._out.append((lane, self._save(lane)))

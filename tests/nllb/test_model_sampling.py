@@ -14,7 +14,7 @@ from metrale.errors import InvalidInput
 from metrale.model import GREEDY, FeedSource, PrefillSlice, RowMask, SamplingParams, SequenceState
 from metrale.nllb.model import NllbModel
 from tests.nllb.conftest import MakeModel
-from tests.nllb.decoding import Case, begin, poke, prefilled, sampled, to_feed
+from tests.nllb.decoding import Case, begin, poke, prefilled, sampled, saved, to_feed
 from tests.ops.oracles import gumbel, kept_scores
 
 CASES = [Case([5, 6, 7], 80, 81, []), Case([30, 31], 82, 83, []), Case([40] * 5, 84, 85, []), Case([], 86, 87, [])]
@@ -220,14 +220,22 @@ def test_how_ids_are_chosen_moves_with_the_sequence(model: NllbModel) -> None:
         assert run(move) == plain
 
 
-def test_a_slots_next_owner_chooses_greedily(model: NllbModel) -> None:
+@pytest.mark.parametrize("how", ["prefilled", "restored", "moved"])
+def test_a_slots_next_owner_chooses_greedily(model: NllbModel, how: str) -> None:
     """Whatever the one before it had been told; the id that waited is gone as well."""
-    first = prefilled(model, CASES[0])
+    first, other = prefilled(model, CASES[0]), prefilled(model, CASES[1])
     model.begin_sampling(first, SamplingParams(temperature=9.0, banned_ids=tuple(range(96)), repetition_penalty=2.0))
     ptr = model.decode(9, first)
     assert sampled(model, ptr, [first]).ids == [96]
     model.free_sequence(first)
-    second = prefilled(model, CASES[1])
+    if how == "moved":
+        model.compact_sequence(other, 0)
+        second = other
+    elif how == "restored":
+        second = model.alloc_sequence()
+        model.restore_sequence_state(second, 0, io.BytesIO(saved(model, other)))
+    else:
+        second = prefilled(model, CASES[1])
     assert second.slot_idx == 0
     with pytest.raises(InvalidInput, match="has chosen an id"):
         model.decode_batch_fed([SAMPLED], [second])
