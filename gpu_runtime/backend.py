@@ -156,7 +156,10 @@ class GpuBackend(abc.ABC):
 
     @abc.abstractmethod
     def free_host_pinned(self, memory: PinnedMemory) -> None:
-        """Free page-locked host memory. Work already enqueued may still use it. Raises InvalidPointer when it is dead."""
+        """Free page-locked host memory. Work already enqueued may still use it.
+
+        Raises InvalidPointer when it is not live.
+        """
 
     @abc.abstractmethod
     def host_ptr_to_device(self, memory: PinnedMemory) -> DevicePtr:
