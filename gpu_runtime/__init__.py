@@ -2,7 +2,7 @@
 """The device layer: pointers, memory, launches, streams and graphs. It knows nothing of models."""
 
 from gpu_runtime.arena import Arena, Layout, LogitsArena
-from gpu_runtime.backend import GpuBackend, open_backend
+from gpu_runtime.backend import GpuBackend
 from gpu_runtime.config import Config
 from gpu_runtime.errors import (
     BackendUnavailable,
@@ -19,6 +19,7 @@ from gpu_runtime.handles import KernelHandle, LaunchRecord, PinnedMemory
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.limits import Limits
 from gpu_runtime.op import AddressTable, Arg, LaunchPlan, Op, OpRegistry, OpSpec, Tolerance
+from gpu_runtime.opening import open_backend
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike, SupportsCudaStream
 

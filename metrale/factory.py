@@ -10,9 +10,10 @@ import warnings
 from contextlib import ExitStack
 
 from gpu_runtime import dtypes
-from gpu_runtime.backend import GpuBackend, open_backend
+from gpu_runtime.backend import GpuBackend
 from gpu_runtime.config import Config
 from gpu_runtime.errors import BackendUnavailable
+from gpu_runtime.opening import open_backend
 from metrale.checkpoint import open_checkpoint
 from metrale.errors import CheckpointError, InvalidInput
 from metrale.nllb.admission import Languages

@@ -15,10 +15,11 @@ from typing import Any, Final, Literal
 
 import pytest
 
-from gpu_runtime.backend import GpuBackend, open_backend
+from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import BackendUnavailable, DeviceError
 from gpu_runtime.host import HostBackend
 from gpu_runtime.ledger import Allocation
+from gpu_runtime.opening import open_backend
 
 ON_CUDA: Final = pytest.param("cuda", marks=pytest.mark.gpu)
 

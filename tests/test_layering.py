@@ -33,7 +33,7 @@ BELOW: dict[str, set[str]] = {
 }
 """For each layer, what lies directly below it; it may import all that lies below those, too."""
 
-LAZY = {("gpu_runtime.backend", "gpu_runtime.host"), ("gpu_runtime.backend", "gpu_runtime.cuda")}
+LAZY = {("gpu_runtime.opening", "gpu_runtime.host"), ("gpu_runtime.opening", "gpu_runtime.cuda")}
 """Upward imports that are allowed inside a function: `open_backend` imports the backend that is asked for."""
 
 HOMES = {

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from gpu_runtime import dtypes
-from gpu_runtime.backend import GpuBackend, open_backend
+from gpu_runtime.backend import GpuBackend
 from gpu_runtime.config import Config
+from gpu_runtime.opening import open_backend
 from metrale import ops
 
 _ROWS, _WIDTH = 5, 256

@@ -318,7 +318,7 @@ def test_log_messages_that_warn_are_the_command_s_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def warn(*_: Any, **__: Any) -> Any:
-        log = logging.getLogger("gpu_runtime.backend")
+        log = logging.getLogger("gpu_runtime.opening")
         log.info("not shown")
         log.warning("the host, because %s", "of\nthis")
         raise NotSupported("Translator", "this", "that")

@@ -18,7 +18,7 @@ from metrale.errors import SequenceError
 from tests.engine.clock import FakeClock
 from tests.engine.handles import EOS, make, run, waiters
 from tests.engine.patience import PATIENCE, until
-from tests.engine.switching import eager_switching
+from tests.hammering import eager_switching
 
 # What a result is made of.
 

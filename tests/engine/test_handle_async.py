@@ -15,7 +15,7 @@ from metrale.engine.handle import RequestHandle
 from metrale.engine.request import Generated
 from tests.engine.handles import make, run, waiters
 from tests.engine.patience import PATIENCE, until
-from tests.engine.switching import eager_switching
+from tests.hammering import eager_switching
 
 
 def test_async_tokens_and_result() -> None:

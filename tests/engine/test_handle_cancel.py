@@ -17,7 +17,7 @@ import pytest
 from metrale.engine.handle import RequestHandle
 from tests.engine.handles import EOS, make, run
 from tests.engine.patience import PATIENCE
-from tests.engine.switching import eager_switching
+from tests.hammering import eager_switching
 
 # Cancellation.
 

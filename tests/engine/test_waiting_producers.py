@@ -17,7 +17,7 @@ from metrale.engine.waiting import WaitingQueue
 from metrale.errors import MetraleError
 from tests.engine.patience import PATIENCE, until
 from tests.engine.queues import Maker, drain, full
-from tests.engine.switching import eager_switching
+from tests.hammering import eager_switching
 
 
 @pytest.fixture

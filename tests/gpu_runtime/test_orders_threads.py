@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +14,7 @@ from gpu_runtime.host import HostBackend
 from gpu_runtime.streams import PER_THREAD_STREAM
 from tests.gpu_runtime.checked import filled, launch, opened
 from tests.gpu_runtime.ordered import LATER, ORDERS
+from tests.hammering import eager_switching, hammer
 
 every_order = pytest.mark.parametrize(("order", "seed"), ORDERS[:6])
 later_orders = pytest.mark.parametrize(("order", "seed"), LATER[:5])
@@ -26,22 +26,8 @@ PATIENCE = 10.0
 
 @pytest.fixture(autouse=True)
 def switch_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def hammer(work: Callable[[int], None]) -> None:
-    """Run ``work(index)`` in all threads at once and raise what any of them raised."""
-    barrier = threading.Barrier(THREADS)
-
-    def run(index: int) -> None:
-        barrier.wait()
-        work(index)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(run, range(THREADS)))
+    with eager_switching():
+        yield
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -71,7 +57,7 @@ def test_each_thread_waits_for_its_own_work(order: Any, seed: int, check: bool) 
                 gpu.free(y)
             gpu.destroy_stream(streams[0])
 
-        hammer(work)
+        hammer(work, THREADS)
         assert gpu.live_alloc_count() == 0
 
 
@@ -89,7 +75,7 @@ def test_one_stream_for_all_threads(order: Any, seed: int) -> None:
                 gpu.synchronize()
                 assert number in done
 
-        hammer(work)
+        hammer(work, THREADS)
         assert len(done) == len(set(done)) == 10 * THREADS
         gpu.free(x)
 
@@ -111,7 +97,7 @@ def test_a_ring_of_threads_that_wait_for_each_other(order: Any, seed: int) -> No
                     gpu.event_synchronize(events[index - 2])
                 gpu.synchronize(stream)
 
-        hammer(work)
+        hammer(work, THREADS)
         assert sorted(done) == sorted(list(range(10)) * THREADS)
         gpu.free(x)
 
@@ -169,5 +155,5 @@ def test_enqueueing_beside_a_close_is_refused_or_runs(order: Any, seed: int) -> 
             enqueued.append(100 * index + turn)
         return None
 
-    hammer(work)
+    hammer(work, THREADS)
     assert set(enqueued) <= set(done)

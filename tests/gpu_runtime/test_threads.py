@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from gpu_runtime.errors import DeviceError, InvalidPointer
 from gpu_runtime.host import HostBackend
 from tests.backends import Device, damaged, host_only
 from tests.gpu_runtime.toy import REGISTRY, launch, values
+from tests.hammering import eager_switching, hammer
 from tests.ops.harness import download, upload
 
 THREADS = 8
@@ -24,22 +24,8 @@ THREADS = 8
 @pytest.fixture(autouse=True)
 def switch_often() -> Iterator[None]:
     """Change threads every few bytecodes, so that a missing lock shows."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def hammer(work: Callable[[int], None]) -> None:
-    """Run ``work(index)`` in all threads at once and raise what any of them raised."""
-    barrier = threading.Barrier(THREADS)
-
-    def run(index: int) -> None:
-        barrier.wait()
-        work(index)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(run, range(THREADS)))
+    with eager_switching():
+        yield
 
 
 def test_alloc_copy_free(gpu: GpuBackend) -> None:
@@ -52,7 +38,7 @@ def test_alloc_copy_free(gpu: GpuBackend) -> None:
             assert np.array_equal(download(gpu, ptr, data), data)
             gpu.free(ptr)
 
-    hammer(work)
+    hammer(work, THREADS)
     assert (gpu.live_bytes(), gpu.live_alloc_count()) == (0, 0)
     if gpu.kind() == "host":
         assert gpu.free_memory() == gpu.total_memory()
@@ -72,7 +58,7 @@ def test_separate_streams(gpu: GpuBackend) -> None:
         gpu.destroy_event(event)
         gpu.destroy_stream(stream)
 
-    hammer(work)
+    hammer(work, THREADS)
     for ptr in ptrs:
         assert (download(gpu, ptr, np.empty(4, np.float32)) == 2.0**20).all()
 
@@ -84,7 +70,7 @@ def test_one_stream(gpu: GpuBackend) -> None:
         for _ in range(10):
             launch(gpu, values(ptr, ptr))
 
-    hammer(work)
+    hammer(work, THREADS)
     assert (download(gpu, ptr, np.empty(4, np.float32)) == 2.0 ** (10 * THREADS)).all()
 
 
@@ -99,7 +85,7 @@ def test_captures_in_each_thread(gpu: GpuBackend) -> None:
             gpu.launch_graph(graph)
             gpu.destroy_graph(graph)
 
-    hammer(work)
+    hammer(work, THREADS)
     for ptr in ptrs:
         assert (download(gpu, ptr, np.empty(4, np.float32)) == 2.0**10).all()
 
@@ -113,7 +99,7 @@ def test_one_event(gpu: GpuBackend) -> None:
         for _ in range(300):
             gpu.record_event(event, stream)
 
-    hammer(work)
+    hammer(work, THREADS)
     gpu.event_synchronize(event)
     assert gpu.event_query(event)
 
@@ -129,7 +115,7 @@ def test_traces(gpu: GpuBackend) -> None:
             assert 1 + index in {record.nbytes for record in trace}
 
     with gpu.launch_trace() as whole:
-        hammer(work)
+        hammer(work, THREADS)
     assert len(whole) == 50 * THREADS
     with gpu.launch_trace() as after:
         gpu.free(ptr)
@@ -155,7 +141,7 @@ def test_one_thread_alone_frees(gpu: GpuBackend) -> None:
                 continue
             freed.append(name)
 
-    hammer(work)
+    hammer(work, THREADS)
     assert freed.count("block") == freed.count("pinned") == 1
     assert {"event", "stream"} <= set(freed)
 
@@ -175,7 +161,7 @@ def test_streams_come_and_go(gpu: GpuBackend) -> None:
             held.remove(stream)
             gpu.destroy_stream(stream)
 
-    hammer(work)
+    hammer(work, THREADS)
     for ptr in ptrs:
         assert (download(gpu, ptr, np.empty(4, np.float32)) == -1).all()
 
@@ -198,7 +184,7 @@ def test_frees_beside_captures(gpu: GpuBackend) -> None:
             gpu.destroy_graph(graph)
         gpu.synchronize(stream)
 
-    hammer(work)
+    hammer(work, THREADS)
     for index, ptr in enumerate(ptrs):
         assert (download(gpu, ptr, np.empty(4, np.float32)) == (1 if index % 2 else -1)).all()
 
@@ -219,7 +205,7 @@ def test_one_graph_on_many_streams(device: Device, check: bool) -> None:
                 gpu.launch_graph(graph, stream)
             gpu.synchronize(stream)
 
-        hammer(work)
+        hammer(work, THREADS)
         assert (download(gpu, total, np.empty(4, np.float32)) == 50 * THREADS).all()
         gpu.sweep_unreleased()
 
@@ -260,7 +246,7 @@ def test_sweep_and_close_beside_other_calls() -> None:
             if index == 3:
                 gpu.close()
 
-        hammer(work)
+        hammer(work, THREADS)
         with pytest.raises(DeviceError, match="closed"):
             gpu.alloc(8)
 

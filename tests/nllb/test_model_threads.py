@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +13,15 @@ from gpu_runtime.errors import DeviceError
 from metrale.errors import NotSupported
 from metrale.model import SequenceState
 from metrale.nllb.model import NllbModel
+from tests import hammering
 from tests.nllb.decoding import EOS, GOLDEN, Case, begin, read
 
 
 @pytest.fixture
 def eager_switching() -> Iterator[None]:
     """Let threads take turns as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
+    with hammering.eager_switching():
+        yield
 
 
 def test_eight_threads_each_with_its_own_sequence(demo: NllbModel, eager_switching: None) -> None:
