@@ -3,31 +3,35 @@
 // The next id of each row: logits processed, and then the largest or a draw. metrale/ops/sample.py says what is computed,
 // and what the columns of counts and settings are.
 //
-// Layout     logits: T, [rows, vocab], rows `stride` elements apart; counts: int, [rows, 8]; settings: float, [rows, 4];
-//            seeds: 64 bits, [rows]; bans: 32 bits, [slot_count, 2, words], a bit for each id; history: int, [slot_count,
-//            capacity]; cells: int, [cell_count]; ids, flags: int, [rows]; logprobs: float, [rows]. The alignment of one
-//            element is enough; rows at multiples of 16 bytes are read in packs.
+// Layout     logits: T, [rows, vocab], rows `stride` elements apart; counts: int, [rows, 9]; settings: float, [rows, 4];
+//            seeds: 64 bits, [rows]; bans: 32 bits, [slot_count, 2, words], a bit for each id; bad_words: int,
+//            [slot_count, word_room]; history: int, [slot_count, capacity]; cells: int, [cell_count]; ids, flags: int,
+//            [rows]; logprobs: float, [rows]. The alignment of one element is enough; rows at multiples of 16 bytes are
+//            read in packs.
 // Launch     grid x = rows; block = 1,024 threads; static shared memory, and with `adjust` 2 * 4 * words bytes of dynamic.
 // Aliasing   none.
 // Numbers    Scores in float; sums of integers for top-k and top-p, in any order. NaN counts as minus infinity. Equal rows
 //            give equal results wherever they lie. What lies between rows is not read; an id of the history outside the
-//            vocabulary is passed over. ids[r] is in [0, vocab) whatever the row holds.
-// Undefined  a slot outside [0, slot_count) of a row that uses bans or history, a negative length, two rows that keep
-//            their ids in one slot, words other than vocab / 32 rounded up.
+//            vocabulary is passed over, and so is a bad word outside its table. ids[r] is in [0, vocab) whatever the row
+//            holds.
+// Undefined  a slot outside [0, slot_count) of a row that uses bans, bad words or history, a negative length, a forced id
+//            outside [-1, vocab), two rows that keep their ids in one slot, words other than vocab / 32 rounded up.
 //
 // 1. One pass over the row for its flags, its largest logit, and the sum of its log-probability.
-// 2. With bans, penalties or masks, another for the largest of what they leave.
+// 2. With bans, bad words, penalties or masks, another for the largest of what they leave.
 // 3. For a draw, top-k and top-p each find a bound on the distance from the largest: counts or weights of 2,048 ranges of
 //    distances, the first range that reaches the limit, and in it again, until a range is one value. That takes one pass
 //    for the first ranges, and at most three more: 2^32 distances are 11, 11 and 10 bits.
 // 4. The last pass adds noise to what is within the bounds.
+//
+// Of a row whose id is forced there is the first pass alone.
 
 #include "common/logits.cuh"
 #include "common/philox.cuh"
+#include "common/processing.cuh"
 
-enum Count { SLOT, LENGTH, TOP_K, NGRAM, MODE, MASK0, MASK1, CELL, COUNTS };
+enum Count { SLOT, LENGTH, TOP_K, NGRAM, MODE, MASK0, MASK1, CELL, FORCED, COUNTS };
 enum Setting { TEMPERATURE, TOP_P, MIN_P, PENALTY, SETTINGS };
-enum Mode { BANNED = 1, SUPPRESS = 2, KEEP = 4, LOGPROB = 8 };
 enum Flag { NOT_FINITE = 1, NOTHING_LEFT = 2 };
 
 using Mass = unsigned long long;
@@ -64,28 +68,15 @@ __device__ __forceinline__ Mass weight_of(float score) {
 template <typename T>
 struct Scores {
     Row<T> row;
-    const unsigned* banned;  // a bit for each id, or NULL
-    const unsigned* penalised;
-    float penalty;
+    Bitmaps bitmaps;
     int mask0;
     int mask1;
     float largest;
     float temperature;
 
     __device__ __forceinline__ float processed(float value, int id) const {
-        if (banned != nullptr) {
-            const unsigned bit = 1u << (id & 31);
-            if (penalised[id >> 5] & bit) {  // a product that is rounded here, whatever is subtracted from it later
-                value = value > 0.0f ? value / penalty : __fmul_rn(value, penalty);
-            }
-            if (banned[id >> 5] & bit) {
-                value = -infinity();
-            }
-        }
-        if (id == mask0 || id == mask1) {
-            value = -infinity();
-        }
-        return fmaxf(value, -infinity());
+        const float processed = bitmaps.apply(value, id);
+        return id == mask0 || id == mask1 ? -infinity() : fmaxf(processed, -infinity());
     }
 
     // 0 or less; minus infinity for what can never be chosen.
@@ -144,40 +135,6 @@ __device__ __forceinline__ Key best_processed(const Scores<T>& scores) {
         best = processed > -infinity() ? Max::of(best, key_of(processed, id)) : best;
     });
     return best;
-}
-
-__device__ __forceinline__ void set_bit(unsigned* bitmap, int id, int vocab) {
-    if (0 <= id && id < vocab) {
-        atomicOr(&bitmap[id >> 5], 1u << (id & 31));
-    }
-}
-
-// Fills the bitmaps of ids that may not be chosen, and of those that a penalty is for. Ends with a barrier.
-__device__ __forceinline__ void fill_bitmaps(unsigned* banned, unsigned* penalised, const int* counts, bool penalty,
-                                             const unsigned* planes, const int* history, int vocab, int words,
-                                             int capacity) {
-    const int thread = threadIdx.x;
-    const int threads = blockDim.x;
-    for (int i = thread; i < words; i += threads) {
-        banned[i] = (counts[MODE] & BANNED ? planes[i] : 0) | (counts[MODE] & SUPPRESS ? planes[words + i] : 0);
-        penalised[i] = 0;
-    }
-    __syncthreads();
-    const int length = min(counts[LENGTH], capacity);
-    for (int i = thread; penalty && i < length; i += threads) {
-        set_bit(penalised, history[i], vocab);
-    }
-    const int before = counts[NGRAM] - 1;  // ids of an n-gram before its last
-    for (int i = thread; before >= 0 && i < length - before; i += threads) {
-        bool same = true;
-        for (int j = 0; same && j < before; ++j) {
-            same = history[i + j] == history[length - before + j];
-        }
-        if (same) {
-            set_bit(banned, history[i + before], vocab);
-        }
-    }
-    __syncthreads();
 }
 
 __device__ __forceinline__ void add(Shared& shared, int bin, Mass mass) {
@@ -318,10 +275,11 @@ __device__ __forceinline__ Key draw(Shared& shared, const Scores<T>& scores, con
 
 template <typename T>
 __device__ __forceinline__ void sample(const T* logits, const int* counts, const float* settings,
-                                       const unsigned long long* seeds, const unsigned* bans, int* history, int* cells,
-                                       int* ids, float* logprobs, int* flags, int rows, int vocab, long long stride,
-                                       int words, int capacity, int cell_count, int adjust) {
-    extern __shared__ unsigned bitmaps[];  // [2, words]
+                                       const unsigned long long* seeds, const unsigned* bans, const int* bad_words,
+                                       int* history, int* cells, int* ids, float* logprobs, int* flags, int rows,
+                                       int vocab, long long stride, int words, int word_room, int capacity,
+                                       int cell_count, int adjust) {
+    extern __shared__ unsigned planes[];  // [2, words]
     __shared__ Shared shared;
     const long long r = blockIdx.x;
     if (r >= rows) {
@@ -331,8 +289,8 @@ __device__ __forceinline__ void sample(const T* logits, const int* counts, const
     const Row<T> row(logits + r * stride, vocab);
     counts += r * COUNTS;
     settings += r * SETTINGS;
-    bans += static_cast<long long>(counts[SLOT]) * 2 * words;
-    history += static_cast<long long>(counts[SLOT]) * capacity;
+    const Asked asked{counts[LENGTH], counts[NGRAM], counts[MODE], settings[PENALTY]};
+    const int forced = counts[FORCED];
     const bool scored = counts[MODE] & LOGPROB;
     take(shared, 2 * thread);
     take(shared, 2 * thread + 1);
@@ -345,24 +303,26 @@ __device__ __forceinline__ void sample(const T* logits, const int* counts, const
         log_sum = logf(block_reduce<Sum>(seen.sum * exp_of(seen.best - given), shared.exponentials));
     }
 
-    const float penalty = settings[PENALTY];
-    const bool adjusted =
-        adjust != 0 && (penalty != 1.0f || counts[NGRAM] > 0 || (counts[MODE] & (BANNED | SUPPRESS)) != 0);
+    const bool adjusted = adjust != 0 && forced < 0 && asked.adjusts();
+    const Bitmaps bitmaps{adjusted ? planes : nullptr, planes + words, asked.penalty};
     if (adjusted) {
-        fill_bitmaps(bitmaps, bitmaps + words, counts, penalty != 1.0f, bans, history, vocab, words, capacity);
+        const SlotTables tables =
+            tables_of(counts[SLOT], counts[SLOT], bans, bad_words, history, words, word_room, capacity);
+        fill_bitmaps(bitmaps, asked, tables, vocab);
     }
     float largest = given;
-    Scores<T> scores{row,           adjusted ? bitmaps : nullptr, bitmaps + words, penalty,
-                     counts[MASK0], counts[MASK1],                largest,         settings[TEMPERATURE]};
-    const bool draws = settings[TEMPERATURE] > 0.0f;
+    Scores<T> scores{row, bitmaps, counts[MASK0], counts[MASK1], largest, settings[TEMPERATURE]};
+    const bool draws = forced < 0 && settings[TEMPERATURE] > 0.0f;
     Key best = NO_KEY;
-    if (adjusted || counts[MASK0] >= 0 || counts[MASK1] >= 0) {
+    if (forced >= 0) {
+        best = key_of(0.0f, forced);
+    } else if (adjusted || counts[MASK0] >= 0 || counts[MASK1] >= 0) {
         best = block_reduce<Max>(best_processed(scores), shared.keys[0]);
         largest = best == NO_KEY ? -infinity() : value_of(best);
     } else if (!draws) {  // few threads hold the largest value, and they alone look for its place
         best = block_reduce<Max>(seen.best == largest ? best_of(row, seen) : NO_KEY, shared.keys[0]);
     }
-    const bool nothing = largest == -infinity();
+    const bool nothing = forced < 0 && largest == -infinity();
     if (draws && !nothing) {
         scores.largest = fminf(largest, MOST);
         best = block_reduce<Max>(draw(shared, scores, counts, settings, seeds[r]), shared.keys[1]);
@@ -377,7 +337,7 @@ __device__ __forceinline__ void sample(const T* logits, const int* counts, const
             cells[counts[CELL]] = id;
         }
         if ((counts[MODE] & KEEP) != 0 && counts[LENGTH] < capacity) {
-            history[counts[LENGTH]] = id;
+            history[static_cast<long long>(counts[SLOT]) * capacity + counts[LENGTH]] = id;
         }
     }
 }
@@ -385,10 +345,11 @@ __device__ __forceinline__ void sample(const T* logits, const int* counts, const
 #define ENTRY(T, suffix)                                                                                             \
     extern "C" __global__ void __launch_bounds__(1024) sample_##suffix(                                              \
         const T* logits, const int* counts, const float* settings, const unsigned long long* seeds,                  \
-        const unsigned int* bans, int* history, int* cells, int* ids, float* logprobs, int* flags, int rows,         \
-        int vocab, long long stride, int slot_count, int words, int capacity, int cell_count, int adjust) {          \
-        sample<T>(logits, counts, settings, seeds, bans, history, cells, ids, logprobs, flags, rows, vocab, stride,  \
-                  words, capacity, cell_count, adjust);                                                              \
+        const unsigned int* bans, const int* bad_words, int* history, int* cells, int* ids, float* logprobs,         \
+        int* flags, int rows, int vocab, long long stride, int slot_count, int words, int word_room, int capacity,   \
+        int cell_count, int adjust) {                                                                                \
+        sample<T>(logits, counts, settings, seeds, bans, bad_words, history, cells, ids, logprobs, flags, rows,      \
+                  vocab, stride, words, word_room, capacity, cell_count, adjust);                                    \
     }
 ENTRY(float, f32)
 ENTRY(f16, f16)

@@ -8,24 +8,8 @@
 // c        row r of matrix b at c + b * c_step + r * c_stride; for float32 it may be the product itself
 // Everything in float32, one rounding. Only element alignment is needed.
 // Grid: x over rows of all matrices, looping; y over tiles of blockDim.x columns, looping. No shared memory.
+#include "common/activation.cuh"
 #include "common/element.cuh"
-
-__device__ __forceinline__ float activate(float x, int activation) {
-    switch (activation) {
-        case 1:
-            return x < 0.0f ? 0.0f : x;  // NaN stays NaN
-        case 2:
-            return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-        case 3:
-            return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-        case 4: {
-            const float decay = expf(-fabsf(x));
-            return x * ((x >= 0.0f ? 1.0f : decay) / (1.0f + decay));
-        }
-        default:
-            return x;
-    }
-}
 
 __device__ __forceinline__ float bias_at(const unsigned char* bias, int bias_type, int column) {
     switch (bias_type) {

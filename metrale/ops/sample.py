@@ -3,9 +3,8 @@
 
 All in float32, row by row, whatever the neighbours are. Let ``x`` be the row's logits, NaN as minus infinity.
 
-1. Repetition penalty: where an id stands in the row's history, ``x / penalty`` if ``x > 0``, else ``x * penalty``.
-2. Minus infinity: ids that would complete an n-gram that the history has already, those in the planes of ``bans`` that
-   ``mode`` names, and ``mask0`` and ``mask1``. When nothing is left, the id is 0 and the flag 2 is set.
+1. Repetition penalty, n-grams, bans and bad words, as `metrale.ops.processing` says.
+2. Minus infinity for ``mask0`` and ``mask1``. When nothing is left, the id is 0 and the flag 2 is set.
 3. ``temperature`` 0: the largest, the lowest id of a tie. Otherwise the row's scores are ``(x - max x) / temperature``,
    infinity counting as the largest finite number.
 4. Top-k keeps scores from the k-th largest up, ties included. Top-p weighs an id with ``floor(2**40 * exp(score))``, 0
@@ -16,6 +15,8 @@ All in float32, row by row, whatever the neighbours are. Let ``x`` be the row's 
    seed, the length and the id alone: word ``id % 4`` of Philox4x32-10 (Salmon et al. 2011) with the seed as key and the
    counter ``(id // 4, length, 0, 0)`` gives ``v = (word + 0.5) * 2**-32``, at most ``1 - 2**-24``, and the noise is
    ``-log(-log1p(-v))``.
+
+Where an id is ``forced``, it is chosen whatever the logits are, and none of this is done.
 
 The log-probability is that of the logits as they were given. ``exp`` and ``log`` may differ in the last bit from one
 device to another, so that a draw may differ where two ids are as close as that.
@@ -29,7 +30,6 @@ import metrale_kernels
 import numpy as np
 
 from gpu_runtime.backend import GpuBackend
-from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.limits import Limits
 from gpu_runtime.op import REGISTRY, Dims, Inputs, LaunchPlan, Op, OpSpec, Tolerance, scalar, tensor
 from gpu_runtime.streams import StreamLike
@@ -37,21 +37,21 @@ from metrale.ops import inputs
 from metrale.ops.argmax import reference as argmax_reference
 from metrale.ops.argmax import spoil
 from metrale.ops.drawing import kept, noise, scaled
+from metrale.ops.processing import BANNED, SUPPRESS, WORDS, Processors, adjusts, bitmap_bytes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-COUNT_COLUMNS: Final = ("slot", "length", "top_k", "ngram", "mode", "mask0", "mask1", "cell")
-"""Columns of ``counts``: the row's place in ``bans`` and ``history``; how many ids its history has; scores that top-k
-keeps, 0 for all; size of n-grams that may not repeat, 0 for any may; bits, as below; two ids that may not be chosen, -1
-for none; where in ``cells`` the id goes, -1 for nowhere."""
+COUNT_COLUMNS: Final = ("slot", "length", "top_k", "ngram", "mode", "mask0", "mask1", "cell", "forced")
+"""Columns of ``counts``: the row's place in ``bans``, ``bad_words`` and ``history``; how many ids its history has;
+scores that top-k keeps, 0 for all; size of n-grams that may not repeat, 0 for any may; bits, those of
+`metrale.ops.processing` and as below; two ids that may not be chosen, -1 for none; where in ``cells`` the id goes, -1
+for nowhere; the id that is chosen whatever the logits are, -1 for none."""
 
 SETTING_COLUMNS: Final = ("temperature", "top_p", "min_p", "penalty")
 """Columns of ``settings``. A top-p of 1, a min-p of 0 and a penalty of 1 change nothing."""
 
-BANNED: Final = 1
-"""Mode: ids in plane 0 of the slot's bans may not be chosen."""
-SUPPRESS: Final = 2
-"""Mode: ids in plane 1 of the slot's bans may not be chosen."""
+_PENALTY: Final = SETTING_COLUMNS.index("penalty")
+
 KEEP: Final = 4
 """Mode: the id is written to ``history[slot, length]``, if there is room."""
 LOGPROB: Final = 8
@@ -77,6 +77,7 @@ SPEC: Final = OpSpec(
         tensor("settings", "in", "f32", "rows", len(SETTING_COLUMNS)),
         tensor("seeds", "in", "u64", "rows"),
         tensor("bans", "in", "u32", "slot_count", 2, "words"),
+        tensor("bad_words", "in", "i32", "slot_count", "word_room"),
         tensor("history", "inout", "i32", "slot_count", "capacity"),
         tensor("cells", "inout", "i32", "cell_count"),
         tensor("ids", "out", "i32", "rows"),
@@ -87,6 +88,7 @@ SPEC: Final = OpSpec(
         scalar("stride", "i64"),
         scalar("slot_count", "i32"),
         scalar("words", "i32"),
+        scalar("word_room", "i32"),
         scalar("capacity", "i32"),
         scalar("cell_count", "i32"),
         scalar("adjust", "i32"),
@@ -107,13 +109,7 @@ def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     """
     if dims["vocab"] > MOST_VOCAB:
         raise ValueError(f"sample: vocab: expected at most {MOST_VOCAB} ids, got {dims['vocab']}")
-    words = -(-dims["vocab"] // 32)
-    if dims["words"] != words:
-        raise ValueError(f"sample: words: expected {words}, a bit for each of {dims['vocab']} ids, got {dims['words']}")
-    shared = 2 * 4 * words if dims["adjust"] else 0
-    if shared > limits.max_shared_bytes - STATIC_SHARED:
-        most = (limits.max_shared_bytes - STATIC_SHARED) // 8 * 32
-        raise ValueError(f"sample: vocab: expected at most {most} ids to adjust on this device, got {dims['vocab']}")
+    shared = bitmap_bytes(SPEC.name, dims, limits, STATIC_SHARED)
     return LaunchPlan(SPEC.entry(dtype), (dims["rows"], 1, 1), (THREADS, 1, 1), shared)
 
 
@@ -124,6 +120,7 @@ def reference(
     settings: Array,
     seeds: Array,
     bans: Array,
+    bad_words: Array,
     history: Array,
     cells: Array,
     ids: Array,
@@ -134,31 +131,32 @@ def reference(
     stride: int,
     slot_count: int,
     words: int,
+    word_room: int,
     capacity: int,
     cell_count: int,
     adjust: int,
 ) -> None:
     """All rows as `argmax` does; then one by one those that ask for more.
 
-    A slot, a cell, a length or an id that is out of range is an error; on a GPU it would be an access out of bounds.
+    A slot, a cell, a length, a table or an id that is out of range is an error; on a GPU it might be an access out of
+    bounds.
     """
-    slot, length, _, ngram, mode, mask0, mask1, cell = counts.T
-    remembers = (settings[:, 3] != 1) | (ngram > 0)
-    adjusted = remembers | (mode & (BANNED | SUPPRESS) != 0)
+    column = dict(zip(COUNT_COLUMNS, counts.T, strict=True))
+    slot, length, mode, cell, forced = (column[name] for name in ("slot", "length", "mode", "cell", "forced"))
     keeps = mode & KEEP != 0
-    _check(counts, length=(0, 1 << 31), mask0=(-1, vocab), mask1=(-1, vocab), cell=(-1, cell_count))
-    if (adjusted | keeps).any():
-        _check(counts[adjusted | keeps], slot=(0, slot_count))
-        _check(counts[remembers], length=(0, capacity + 1))
-        if not adjust and adjusted.any():
-            raise ValueError(f"sample: adjust: expected 1, as row {adjusted.argmax()} has penalty, n-grams or bans")
+    processors = Processors(SPEC.name, bans, bad_words, history)
+    processors.check({**column, "penalty": settings[:, _PENALTY]}, adjust, needs_slot=keeps)
+    for name, after in (("mask0", vocab), ("mask1", vocab), ("cell", cell_count), ("forced", vocab)):
+        processors.in_range(name, column[name], -1, after)
 
     argmax_reference(logits=logits, ids=ids, flags=flags, rows=rows, vocab=vocab, stride=stride)
-    for row in (adjusted | (settings[:, 0] > 0) | (mask0 >= 0) | (mask1 >= 0) | (flags != 0)).nonzero()[0]:
-        scores = _processed(logits[row], counts[row], settings[row, 3], bans, history)
+    asks = adjusts(column["ngram"], mode, settings[:, _PENALTY]) | (settings[:, 0] > 0) | (flags != 0)
+    for row in ((asks | (column["mask0"] >= 0) | (column["mask1"] >= 0)) & (forced < 0)).nonzero()[0]:
+        scores = _processed(logits[row], counts[row], settings[row, _PENALTY], processors)
         ids[row] = _choose(scores, counts[row], settings[row], seeds[row])
         if scores.max() == -np.inf:
             flags[row] |= NOTHING_LEFT
+    ids[forced >= 0] = forced[forced >= 0]
 
     logprobs.fill(0)
     scored = (mode & LOGPROB).nonzero()[0]
@@ -171,37 +169,11 @@ def reference(
     cells[cell[celled]] = ids[celled]
 
 
-def _check(counts: Array, **ranges: tuple[int, int]) -> None:
-    """Raise InvalidPointer when a value in a column of rows of ``counts`` is not in ``[low, after)``."""
-    if counts.size:
-        least, most = counts.min(axis=0).tolist(), counts.max(axis=0).tolist()
-        for name, (low, after) in ranges.items():
-            column = COUNT_COLUMNS.index(name)
-            if least[column] < low or most[column] >= after:
-                got = f"{least[column]} to {most[column]}"
-                raise InvalidPointer(f"sample: {name}: expected values in [{low}, {after}), got {got}")
-
-
-def _processed(logits: Array, counts: Array, penalty: Any, bans: Array, history: Array) -> Array:
-    """Return a row's logits after penalty, n-grams, bans and masks: float32 ``[vocab]``."""
-    slot, length, _, ngram, mode, mask0, mask1, _ = counts.tolist()
+def _processed(logits: Array, counts: Array, penalty: Any, processors: Processors) -> Array:
+    """Return a row's logits after all processors and masks: float32 ``[vocab]``."""
+    slot, length, _, ngram, mode, mask0, mask1, _, _ = counts.tolist()
     scores = np.fmax(logits.astype(np.float32), np.float32(-np.inf))  # NaN is less than everything else
-    if penalty != 1 or ngram > 0:
-        past = history[slot, :length]
-        if past.size and not 0 <= past.min() <= past.max() < scores.size:
-            raise InvalidPointer(
-                f"sample: history: expected ids in [0, {scores.size}), got {past.min()} to {past.max()}"
-            )
-        if penalty != 1:
-            found = scores[past]
-            scores[past] = np.where(found > 0, found / penalty, found * penalty)
-        if 0 < ngram <= length:
-            grams = np.lib.stride_tricks.sliding_window_view(past, ngram)
-            scores[past[ngram - 1 :][(grams[:, :-1] == past[length - ngram + 1 :]).all(axis=1)]] = -np.inf
-    for plane, bit in enumerate((BANNED, SUPPRESS)):
-        if mode & bit:
-            octets = bans[slot, plane].astype("<u4").view(np.uint8)
-            scores[np.unpackbits(octets, count=scores.size, bitorder="little").view(np.bool_)] = -np.inf
+    processors.apply(scores, slot=slot, rules=slot, length=length, ngram=ngram, mode=mode, penalty=penalty)
     scores[[mask for mask in (mask0, mask1) if mask >= 0]] = -np.inf
     return scores
 
@@ -242,8 +214,8 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
     "min-p": {"temperature": 1.1, "min_p": 0.3},
     "min-p 2": {"temperature": 1.1, "min_p": 2.0},
     "top-k top-p": {"temperature": 2.5, "top_k": 20, "top_p": 0.6},
-    "penalty": {"penalty": 1.7},
-    "bonus": {"penalty": 0.6, "temperature": 0.5},
+    "penalty": {"penalty": 1.6180339},  # a ratio of no two 16-bit logits, so that no rounding makes a tie
+    "bonus": {"penalty": 0.6180339, "temperature": 0.5},
     "1-gram": {"ngram": 1},
     "2-gram": {"ngram": 2, "temperature": 0.4},
     "3-gram": {"ngram": 3},
@@ -252,6 +224,10 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
     "banned": {"mode": BANNED},
     "suppressed": {"mode": SUPPRESS | KEEP},
     "all banned": {"mode": BANNED | KEEP | LOGPROB},
+    "words": {"mode": WORDS},
+    "words, warm": {"mode": WORDS | KEEP, "temperature": 0.8},
+    "forced": {"forced": 11, "mode": LOGPROB | KEEP},
+    "forced, all banned": {"forced": 0, "mode": BANNED | LOGPROB, "penalty": 2.0, "temperature": 0.5},
     "masked": {"masks": (0, 1), "mode": KEEP},
     "masked one": {"masks": (-1, 0)},
     "everything": {
@@ -261,14 +237,12 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
         "min_p": 0.01,
         "penalty": 1.3,
         "ngram": 3,
-        "mode": BANNED | SUPPRESS | KEEP | LOGPROB,
+        "mode": BANNED | SUPPRESS | WORDS | KEEP | LOGPROB,
         "masks": (4, -1),
     },
 }
-"""Kinds of rows for tests: what differs from a greedy row. ``masks`` are places in the order of the logits."""
-
-
-SPECIALS: Final = ("nan", "inf", "-inf", "last nan", "all nan", "all -inf", "all inf", "last inf")
+"""Kinds of rows for tests: what differs from a greedy row. ``masks`` are places in the
+order of the logits."""
 
 
 def make_inputs(
@@ -298,24 +272,22 @@ def make_inputs(
     settings = np.tile(np.array([0, 1, 0, 1], np.float32), (rows, 1))
     counts = np.zeros((rows, len(COUNT_COLUMNS)), np.int32)
     seeds = np.zeros(rows, np.uint64)
-    bans = rng.integers(0, 1 << 32, (rows + 1, 2, words), np.uint32) & rng.integers(0, 1 << 32, words, np.uint32)
-    history = rng.integers(0, vocab, (rows + 1, length)).astype(np.int32)
     slots, places = rng.permutation(rows + 1), rng.permutation(rows + 2)
+    lengths = [max(length - row // 2, 0) for row in range(rows)]  # the first two have no room for more
+    best = [inputs.ranked(row[:vocab]) for row in logits]
+    bans, bad_words, history = inputs.slot_tables(rng, best, slots, lengths, length, vocab)
+    processors = Processors(SPEC.name, bans, bad_words, history)
     for row, kind in enumerate(kinds):
-        asked, slot, past = ROWS[kind], slots[row], max(length - row // 2, 0)  # the first two have no room for more
-        order = np.argsort(-np.nan_to_num(logits[row, :vocab].astype(np.float32)), kind="stable")
-        ranked = np.resize(order[:6], 6)  # the largest first
-        history[slot, :past] = _history(ranked, past)
-        for plane in (0, 1):
-            bans[slot, plane, ranked[plane] >> 5] |= np.uint32(1 << int(ranked[plane] & 31))
-        if kind == "all banned":
-            bans[slot, 0] = 0xFFFFFFFF
+        asked, ids = ROWS[kind], best[row]
+        if "all banned" in kind:
+            bans[slots[row], 0] = 0xFFFFFFFF
         top_k = asked.get("top_k", 0)
-        counts[row, :4] = slot, past, int(top_k * vocab) if isinstance(top_k, float) else top_k, asked.get("ngram", 0)
-        masks = [-1 if place < 0 else ranked[place] for place in asked.get("masks", (-1, -1))]
-        counts[row, 4:] = asked.get("mode", 0), *masks, places[row] if row else -1
+        top_k = int(top_k * vocab) if isinstance(top_k, float) else top_k
+        masks = [-1 if place < 0 else ids[place] for place in asked.get("masks", (-1, -1))]
+        counts[row, :5] = slots[row], lengths[row], top_k, asked.get("ngram", 0), asked.get("mode", 0)
+        counts[row, 5:] = *masks, places[row] if row else -1, asked.get("forced", -1)
         settings[row] = [asked.get(name, off) for name, off in zip(SETTING_COLUMNS, settings[row], strict=True)]
-        processed = _processed(logits[row, :vocab], counts[row], settings[row, 3], bans, history)
+        processed = _processed(logits[row, :vocab], counts[row], settings[row, _PENALTY], processors)
         seeds[row] = _seed(rng, processed, counts[row], settings[row])
     return {
         "logits": logits,
@@ -323,6 +295,7 @@ def make_inputs(
         "settings": settings,
         "seeds": seeds,
         "bans": bans,
+        "bad_words": bad_words,
         "history": history,
         "cells": inputs.output((rows + 2,), "i32"),
         "ids": inputs.output((rows,), "i32"),
@@ -333,18 +306,11 @@ def make_inputs(
         "stride": vocab + pad,
         "slot_count": rows + 1,
         "words": words,
+        "word_room": bad_words.shape[1],
         "capacity": length,
         "cell_count": rows + 2,
         "adjust": adjust,
     }
-
-
-def _history(ranked: Array, length: int) -> Array:
-    """Return ids after which n-grams up to a size of 9 would repeat with ``ranked[0]``, which is not the last."""
-    past = np.take(ranked[[3, 1, 2, 0]], np.arange(3 - length, 3), mode="wrap")
-    if length >= 16:  # and of what came last, each part alone came before ranked[1]
-        past[:4] = ranked[[1, 5, 2, 1]]
-    return past
 
 
 _FACTORS: Final = np.array([1 - 1e-4, 1, 1 + 1e-4], np.float32)
@@ -374,9 +340,11 @@ CASES: Final = (
     {"vocab": 33, "kinds": tuple(ROWS), "special": ("-inf",), "levels": 3},
     {"vocab": 33, "kinds": tuple(ROWS)[::-1], "special": ("-inf",), "length": 3, "mean": -9.0},
     {"vocab": 33, "kinds": ("bonus", "bonus", "score"), "special": ("-inf",), "length": 1, "mean": -9.0},
-    {"vocab": 303, "pad": 17, "kinds": ("score",) * 8, "special": SPECIALS},
-    {"vocab": 303, "pad": 1, "kinds": ("warm",) * 8, "special": SPECIALS},
-    {"vocab": 303, "kinds": ("everything",) * 8, "special": SPECIALS},
+    {"vocab": 33, "kinds": ("words",) * 8, "special": ("-inf",), "length": 4},
+    {"vocab": 303, "pad": 17, "kinds": ("score",) * 8, "special": inputs.SPECIALS},
+    {"vocab": 303, "pad": 1, "kinds": ("warm",) * 8, "special": inputs.SPECIALS},
+    {"vocab": 303, "kinds": ("everything",) * 8, "special": inputs.SPECIALS},
+    {"vocab": 303, "kinds": ("forced",) * 8, "special": inputs.SPECIALS, "adjust": 0},
     {"vocab": 8240, "kinds": ("greedy", "score", "masked", "warm", "top-k", "top-p"), "adjust": 0, "special": ("inf",)},
     {"vocab": 8240, "kinds": tuple(ROWS), "length": 300, "special": ("-inf",)},
     {"vocab": 8240, "kinds": tuple(ROWS), "levels": 4, "special": ("nan",)},  # ties at every bound
@@ -398,6 +366,7 @@ def sample(
     settings: int,
     seeds: int,
     bans: int,
+    bad_words: int,
     history: int,
     cells: int,
     ids: int,
@@ -409,6 +378,7 @@ def sample(
     stride: int,
     slot_count: int,
     words: int,
+    word_room: int,
     capacity: int,
     cell_count: int,
     adjust: int,
@@ -417,23 +387,25 @@ def sample(
 ) -> None:
     """Enqueue the choice of an id for each of ``rows`` rows of logits, as the module says.
 
-    ``logits`` is ``dtype``, ``[rows, vocab]`` with rows ``stride`` elements apart. ``counts`` (int32, ``[rows, 8]``)
+    ``logits`` is ``dtype``, ``[rows, vocab]`` with rows ``stride`` elements apart. ``counts`` (int32, ``[rows, 9]``)
     and ``settings`` (float32, ``[rows, 4]``) have the columns of `COUNT_COLUMNS` and `SETTING_COLUMNS`, ``seeds`` is
     uint64 ``[rows]``. ``bans`` is uint32 ``[slot_count, 2, words]``, bit ``i % 32`` of word ``i // 32`` for id ``i``,
-    and ``history`` int32 ``[slot_count, capacity]``; a row looks at its own slot, if it asks for what is there.
+    ``bad_words`` int32 ``[slot_count, word_room]`` (`metrale.ops.processing.encoded_words`), and ``history`` int32
+    ``[slot_count, capacity]``; a row looks at its own slot, if it asks for what is there.
 
     The id goes to ``ids`` (int32, ``[rows]``), always one of the vocabulary; to ``cells[cell]`` (int32,
     ``[cell_count]``); and, with `KEEP`, to ``history[slot, length]``, which no other row of the launch may use.
     ``logprobs`` (float32) and ``flags`` (int32, of `NOT_FINITE` and `NOTHING_LEFT`) are ``[rows]``. A log-probability
     is not finite where a row's largest logit is not.
 
-    ``adjust`` may be 0 when no row has a penalty, n-grams or bans: the launch then needs no shared memory for them.
+    ``adjust`` may be 0 when no row has a penalty, n-grams, bans or bad words: the launch then needs no shared memory
+    for them.
 
     Raises
     ------
     ValueError
         When ``words`` is not ``vocab / 32``, rounded up, or the vocabulary is too large.
     """
-    pointers = (logits, counts, settings, seeds, bans, history, cells, ids, logprobs, flags)
-    sizes = (rows, vocab, stride, slot_count, words, capacity, cell_count, int(adjust))
+    pointers = (logits, counts, settings, seeds, bans, bad_words, history, cells, ids, logprobs, flags)
+    sizes = (rows, vocab, stride, slot_count, words, word_room, capacity, cell_count, int(adjust))
     OP.launch(gpu, dtype, (*pointers, *sizes), stream)

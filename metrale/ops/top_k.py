@@ -72,13 +72,19 @@ def reference(
     given = logits.astype(np.float32)
     flags[...] = ~np.isfinite(given).all(axis=1)
     given[np.isnan(given)] = -np.inf
-    for row, bound in zip(range(rows), np.partition(given, vocab - k, axis=1)[:, vocab - k], strict=True):
-        candidates = np.flatnonzero(given[row] >= bound)
-        order = candidates[np.argsort(-given[row, candidates], kind="stable")[:k]]
-        values[row], ids[row] = given[row, order], order
+    for row in range(rows):
+        ids[row] = largest(given[row], k)
+        values[row] = given[row, ids[row]]
     shift = np.where(np.isfinite(values[:, 0]), values[:, 0], np.float32(0))
     given -= shift[:, None]
     lse[...] = np.log(np.exp(given, out=given).sum(axis=1)) + shift
+
+
+def largest(row: Array, k: int) -> Array:
+    """Return where the ``k`` largest values of a row without NaN are, the largest first, the lowest index of a tie."""
+    bound = np.partition(row, row.size - k)[row.size - k]
+    candidates = np.flatnonzero(row >= bound)
+    return np.asarray(candidates[np.argsort(-row[candidates], kind="stable")[:k]])
 
 
 def make_inputs(

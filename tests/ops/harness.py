@@ -15,7 +15,7 @@ from tests.backends import damaged
 Array = np.ndarray[Any, np.dtype[Any]]
 Values = Mapping[str, Any]
 
-HELPERS = frozenset({"inputs", "drawing"})
+HELPERS = frozenset({"adapter_rows", "beam_layout", "beam_states", "drawing", "inputs", "processing"})
 """Modules of `metrale.ops` that are no op, but parts of some."""
 
 

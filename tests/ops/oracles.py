@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.ops.beam_oracle import beam_select
+
 Array = np.ndarray[Any, np.dtype[Any]]
 Values = Mapping[str, Any]
 
@@ -77,11 +79,28 @@ def decode_attention(v: Values) -> dict[str, Array]:
     width = v["heads"] * v["head_dim"]
     pool, rows = _f64(v["spans"].pool), []
     for row, (start, length) in enumerate(zip(v["spans"].starts, v["lengths"], strict=True)):
-        where = [int(start) + position * v["kv_stride"] for position in range(length)]
+        ancestry = -1 if v["ancestry_index"] is None else v["ancestry_index"][row]
+        where = []
+        for position in range(length):
+            beam = int(v["ancestry"][ancestry, position]) if ancestry >= 0 else 0
+            before = beam * int(v["beam_positions"][row]) if beam else 0
+            where.append(int(start) + (before + position) * v["kv_stride"])
         keys = np.stack([pool[at + v["k_offset"] : at + v["k_offset"] + width] for at in where])
         values = np.stack([pool[at + v["v_offset"] : at + v["v_offset"] + width] for at in where])
         rows.append(_attend(_f64(v["q"][row, :width]), keys, values, v["heads"], v["scale"]))
     return {"out": np.stack(rows)}
+
+
+def attention_weights(v: Values) -> dict[str, Array]:
+    head_dim = v["head_dim"]
+    pool, out = _f64(v["spans"].pool), np.zeros((v["rows"], v["heads"], v["longest"]))
+    for row, (start, length) in enumerate(zip(v["spans"].starts, v["lengths"], strict=True)):
+        for head in range(v["heads"]):
+            query = _f64(v["q"][row, head * head_dim : (head + 1) * head_dim])
+            first = int(start) + v["k_offset"] + head * head_dim
+            keys = [pool[first + p * v["kv_stride"] :][:head_dim] for p in range(length)]
+            out[row, head, :length] = _softmax(v["scale"] * np.array([query @ key for key in keys]))
+    return {"out": out.reshape(v["rows"], -1)}
 
 
 def packed_attention(v: Values) -> dict[str, Array]:
@@ -152,13 +171,15 @@ def gumbel(seed: int, length: int, ids: Array) -> Array:
     return np.asarray(-np.log(-np.log1p(-uniform)))
 
 
-def processed_logits(v: Values, row: int) -> Array:
-    """The logits of a row after penalty, n-grams, bans and masks, as transformers' processors are documented."""
-    slot, length, _, size, mode, *masks, _ = (int(count) for count in v["counts"][row])
-    x = _f64(v["logits"][row, : v["vocab"]]).copy()
-    x[np.isnan(x)] = -math.inf
+def _process(
+    v: Values, x: Array, slot: int, length: int, size: int, mode: int, penalty: float, rules: int | None = None
+) -> None:
+    """Penalty, n-grams, bans and bad words on the scores of a row, as transformers' processors are documented.
+
+    The bans and words are those of ``rules``, if they are not the slot's own.
+    """
+    rules = slot if rules is None else rules
     past = v["history"][slot, :length].tolist()
-    penalty = float(v["settings"][row, 3])
     for token in set(past) if penalty != 1 else ():
         x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
     followers: dict[tuple[int, ...], set[int]] = {}
@@ -168,8 +189,22 @@ def processed_logits(v: Values, row: int) -> Array:
     x[list(followers.get(ending, ()))] = -math.inf
     for plane in range(2):
         if mode >> plane & 1:
-            bits = [int(word) >> bit & 1 for word in v["bans"][slot, plane] for bit in range(32)]
-            x[np.array(bits[: v["vocab"]]) == 1] = -math.inf
+            bits = [int(word) >> bit & 1 for word in v["bans"][rules, plane] for bit in range(32)]
+            x[np.array(bits[: len(x)]) == 1] = -math.inf
+    if mode & 16:
+        count, *table = v["bad_words"][rules].tolist()
+        for at in range(count):
+            *prefix, token = table[table[at] - 1 : table[at + 1] - 1]
+            if len(prefix) < len(past) and past[len(past) - len(prefix) :] == prefix:
+                x[token] = -math.inf
+
+
+def processed_logits(v: Values, row: int) -> Array:
+    """The logits of a row after all processors and masks."""
+    slot, length, _, size, mode, *masks, _, _ = (int(count) for count in v["counts"][row])
+    x = _f64(v["logits"][row, : v["vocab"]]).copy()
+    x[np.isnan(x)] = -math.inf
+    _process(v, x, slot, length, size, mode, float(v["settings"][row, 3]))
     for mask in masks:
         if mask >= 0:
             x[mask] = -math.inf
@@ -207,11 +242,11 @@ def _chosen(v: Values, row: int, x: Array) -> int:
 def sample(v: Values) -> dict[str, Array]:
     result = {"history": v["history"].copy(), "cells": v["cells"].copy()}
     ids, logprobs, flags = [], [], []
-    for row, (slot, length, _, _, mode, _, _, cell) in enumerate(v["counts"].tolist()):
+    for row, (slot, length, _, _, mode, _, _, cell, forced) in enumerate(v["counts"].tolist()):
         given = _f64(v["logits"][row, : v["vocab"]])
         x = processed_logits(v, row)
-        nothing = bool(x.max() == -math.inf)
-        ids.append(0 if nothing else _chosen(v, row, x))
+        nothing = forced < 0 and bool(x.max() == -math.inf)
+        ids.append(forced if forced >= 0 else 0 if nothing else _chosen(v, row, x))
         flags.append(int(not np.isfinite(given).all()) + 2 * nothing)
         raw = np.where(np.isnan(given), -math.inf, given).tolist()
         logprobs.append(raw[ids[-1]] - _log_sum_exp(raw) if mode & 8 else 0.0)
@@ -220,6 +255,31 @@ def sample(v: Values) -> dict[str, Array]:
         if mode & 4 and length < v["capacity"]:
             result["history"][slot, length] = ids[-1]
     return {**result, "ids": np.array(ids), "logprobs": np.array(logprobs), "flags": np.array(flags)}
+
+
+def beam_candidates(v: Values) -> dict[str, Array]:
+    rows, most = v["rows"], v["most"]
+    values, ids, flags = np.full((rows, most), -math.inf), np.zeros((rows, most)), []
+    for row, (slot, length, k, size, mode, forced, rules) in enumerate(v["counts"].tolist()):
+        given = _f64(v["logits"][row, : v["vocab"]])
+        flags.append(int(not all(map(math.isfinite, given))))
+        x = [-math.inf if math.isnan(value) else value for value in given.tolist()]
+        total = _log_sum_exp(x)
+        scores = _f64([value - total if math.isfinite(total) else -math.inf for value in x])
+        penalty = float(v["penalties"][row])
+        if forced >= 0:
+            scores = np.array([0.0 if token == forced else -math.inf for token in range(len(x))])
+            order = scores
+        elif penalty == 1:  # what is forbidden is so in the order as in the result
+            order = _f64(x)
+            for each in (scores, order):
+                _process(v, each, slot, length, size, mode, 1.0, rules)
+        else:
+            _process(v, scores, slot, length, size, mode, penalty, rules)
+            order = scores
+        best = [token for _, token in heapq.nsmallest(k, ((-value, token) for token, value in enumerate(order)))]
+        values[row, : len(best)], ids[row, : len(best)] = scores[best], best
+    return {"values": values, "ids": ids, "flags": np.array(flags)}
 
 
 def linear(v: Values) -> dict[str, Array]:
@@ -234,6 +294,30 @@ def linear(v: Values) -> dict[str, Array]:
     return {"out": out}
 
 
+def lora_down(v: Values) -> dict[str, Array]:
+    a = _f64(v["a"]).reshape(v["adapter_count"], v["segments"], v["room"], v["k"])
+    t = np.zeros((v["rows"], v["segments"], v["room"]))
+    for row, adapter in enumerate(v["adapters"]):
+        for segment in range(v["segments"]) if adapter >= 0 else ():
+            for i in range(v["ranks"][adapter, segment]):
+                t[row, segment, i] = _f64(v["x"][row, : v["k"]]) @ a[adapter, segment, i]
+    return {"t": t.reshape(v["rows"], -1)}
+
+
+def lora_up(v: Values) -> dict[str, Array]:
+    from metrale.ops.linear import ACTIVATION_NAMES
+
+    b = _f64(v["b"]).reshape(v["adapter_count"], v["segments"], v["room"], v["width"])
+    t = _f64(v["t"]).reshape(v["rows"], v["segments"], v["room"])
+    out = _f64(v["out"]).reshape(v["rows"], v["segments"], v["width"]).copy()
+    for row, adapter in enumerate(v["adapters"]):
+        for segment in range(v["segments"]) if adapter >= 0 else ():
+            for i in range(v["ranks"][adapter, segment]):
+                out[row, segment] += float(v["scales"][adapter, segment]) * t[row, segment, i] * b[adapter, segment, i]
+    activation = ACTIVATIONS[ACTIVATION_NAMES[v["activation"]]]
+    return {"out": np.vectorize(activation, otypes=[np.float64])(out.reshape(v["rows"], -1))}
+
+
 ORACLES: dict[str, Callable[[Values], dict[str, Array]]] = {
     function.__name__: function
     for function in (
@@ -241,11 +325,16 @@ ORACLES: dict[str, Callable[[Values], dict[str, Array]]] = {
         embed,
         kv_scatter,
         decode_attention,
+        attention_weights,
         packed_attention,
         argmax,
         row_gather,
         top_k,
         sample,
+        beam_candidates,
+        beam_select,
         linear,
+        lora_down,
+        lora_up,
     )
 }

@@ -10,14 +10,16 @@ import numpy as np
 
 from metrale.ops.sample import COUNT_COLUMNS, SETTING_COLUMNS
 
-_OFF = {"top_p": 1.0, "penalty": 1.0, "mask0": -1, "mask1": -1, "cell": -1}
+_OFF = {"top_p": 1.0, "penalty": 1.0, "mask0": -1, "mask1": -1, "cell": -1, "forced": -1}
 
 
-def inputs_of(logits: Any, *, seed: Any = 0, capacity: int = 0, cell_count: int = 4, **columns: Any) -> dict[str, Any]:
+def inputs_of(
+    logits: Any, *, seed: Any = 0, capacity: int = 0, cell_count: int = 4, word_room: int = 8, **columns: Any
+) -> dict[str, Any]:
     """Return the op's parameters for contiguous float32 rows with a slot each.
 
     ``columns`` are those of ``counts`` and ``settings``, one value or one for each row; ``adjust`` may be among them.
-    History and bans are 0, cells -77. Without ``capacity`` there is room for one more id than there are.
+    History, bans and bad words are 0, cells -77. Without ``capacity`` there is room for one more id than there are.
     """
     logits = np.asarray(logits, np.float32)
     rows, vocab = logits.shape
@@ -33,6 +35,7 @@ def inputs_of(logits: Any, *, seed: Any = 0, capacity: int = 0, cell_count: int 
         "settings": settings.astype(np.float32),
         "seeds": np.broadcast_to(np.asarray(seed, np.uint64), rows).copy(),
         "bans": np.zeros((rows, 2, words), np.uint32),
+        "bad_words": np.zeros((rows, word_room), np.int32),
         "history": np.zeros((rows, capacity), np.int32),
         "cells": np.full(cell_count, -77, np.int32),
         "ids": np.full(rows, -77, np.int32),
@@ -43,6 +46,7 @@ def inputs_of(logits: Any, *, seed: Any = 0, capacity: int = 0, cell_count: int 
         "stride": vocab,
         "slot_count": rows,
         "words": words,
+        "word_room": word_room,
         "capacity": capacity,
         "cell_count": cell_count,
         "adjust": adjust,

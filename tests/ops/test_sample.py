@@ -18,8 +18,8 @@ from gpu_runtime.kernel_source import inlined
 from gpu_runtime.limits import MINIMUM
 from metrale import ops
 from metrale.ops import sample as launcher
+from metrale.ops.processing import BANNED, SUPPRESS, WORDS
 from metrale.ops.sample import (
-    BANNED,
     COUNT_COLUMNS,
     KEEP,
     LOGPROB,
@@ -29,9 +29,8 @@ from metrale.ops.sample import (
     OP,
     SETTING_COLUMNS,
     STATIC_SHARED,
-    SUPPRESS,
 )
-from tests.backends import host_only
+from tests.backends import cuda_only, host_only
 from tests.ops.harness import download, run, upload
 from tests.ops.sampling import inputs_of, row_of
 
@@ -40,11 +39,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 def test_the_source_names_the_same_columns_bits_and_flags() -> None:
     assert OP.source is not None
-    source = OP.source.read_text(encoding="utf-8")
+    source = inlined(OP.source, OP.include)
     names = {kind: body.split(", ") for kind, body in re.findall(r"enum (\w+) \{ (.*) \};", source)}
     assert names["Count"] == [*(name.upper() for name in COUNT_COLUMNS), "COUNTS"]
     assert names["Setting"] == [*(name.upper() for name in SETTING_COLUMNS), "SETTINGS"]
-    assert names["Mode"] == [f"BANNED = {BANNED}", f"SUPPRESS = {SUPPRESS}", f"KEEP = {KEEP}", f"LOGPROB = {LOGPROB}"]
+    bits = {"BANNED": BANNED, "SUPPRESS": SUPPRESS, "KEEP": KEEP, "LOGPROB": LOGPROB, "WORDS": WORDS}
+    assert names["Mode"] == [f"{name} = {bit}" for name, bit in bits.items()]
     assert names["Flag"] == [f"NOT_FINITE = {NOT_FINITE}", f"NOTHING_LEFT = {NOTHING_LEFT}"]
 
 
@@ -79,9 +79,9 @@ def test_shared_memory_is_asked_for_only_to_adjust(vocab: int) -> None:
 )
 def test_sizes_that_do_not_fit_are_refused(gpu: GpuBackend, changed: Mapping[str, int], message: str) -> None:
     sizes: dict[str, Any] = {"rows": 1, "vocab": 97, "stride": 97, "slot_count": 1, "words": 4, "capacity": 1}
-    sizes |= {"cell_count": 1, "adjust": 1, **changed}
+    sizes |= {"word_room": 2, "cell_count": 1, "adjust": 1, **changed}
     with pytest.raises(ValueError, match=f"sample: {message}"):
-        launcher(gpu, *[64] * 10, dtype="f32", **sizes)
+        launcher(gpu, *[64] * 11, dtype="f32", **sizes)
 
 
 @pytest.mark.parametrize("setting", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "top_k": 1}])
@@ -167,11 +167,70 @@ def test_the_chosen_id_goes_through_its_cell_into_the_next_step(gpu: GpuBackend)
         position_count=1,
         scale=1.0,
         dtype="f32",
-        cells=pointers[6],
+        cells=pointers[7],
         cell_index=index,
         cell_count=6,
     )
     assert download(gpu, out, np.zeros(3, np.float32)).tolist() == [2, 1, 3]
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("setting", [{}, {"temperature": 1.0}, {"mask0": 3, "penalty": 2.0}, {"mode": BANNED}])
+def test_a_forced_id_is_chosen_whatever_the_logits_are(
+    gpu: GpuBackend, value: float, setting: Mapping[str, Any]
+) -> None:
+    """Nothing is left to be chosen, in the last two settings because of the mask or the bans; that is no flag here."""
+    logits = np.full((1, 40), value)
+    logits[0, 7] = 2 * value + 1
+    mode = setting.get("mode", 0) | KEEP | LOGPROB
+    values = inputs_of(logits, **{**setting, "mode": mode}, forced=3, cell=1, length=1)
+    values["bans"][...] = 0xFFFFFFFF
+    result = run(OP, gpu, "f32", values)
+    assert [result[name].tolist() for name in ("ids", "history", "cells")] == [[3], [[0, 3]], [-77, 3, -77, -77]]
+    assert result["flags"].tolist() == [0 if value == 0 else NOT_FINITE]
+    if value == 0:
+        assert result["logprobs"].item() == pytest.approx(-np.log(39 + np.e), rel=1e-6)  # a float32 sum of 40 terms
+
+
+def test_a_forced_id_of_an_impossible_logit_has_no_probability(gpu: GpuBackend) -> None:
+    logits = np.zeros((1, 40))
+    logits[0, 3] = -np.inf
+    result = run(OP, gpu, "f32", inputs_of(logits, forced=3, mode=LOGPROB))
+    assert (result["ids"].item(), result["logprobs"].item()) == (3, -np.inf)
+
+
+@pytest.mark.parametrize(
+    ("length", "chosen"),
+    [(0, 9), (1, 9), (2, 8), (3, 7), (4, 7)],  # of ids 9, 8 and 7, in this order, what the words leave
+)
+def test_a_bad_word_is_not_completed_once_the_history_has_as_many_ids(
+    gpu: GpuBackend, length: int, chosen: int
+) -> None:
+    values = inputs_of(np.arange(10)[None], mode=WORDS, length=length, capacity=4, word_room=9)
+    values["bad_words"][0] = [2, 4, 6, 9, 5, 9, 5, 5, 8]
+    values["history"][...] = 5
+    assert run(OP, gpu, "f32", values)["ids"].tolist() == [chosen]
+    values["history"][...] = [5, 6, 5, 5]  # only words that end in what came last
+    assert run(OP, gpu, "f32", values)["ids"].tolist() == [{2: 9, 3: 8}.get(length, chosen)]
+
+
+@cuda_only
+def test_a_table_of_bad_words_that_is_malformed_is_passed_over(gpu: GpuBackend) -> None:
+    """Nothing outside of it is read, which a memory checker sees, and the words that are sound count."""
+    tables = [
+        [1 << 30, 0, 0, 0, 0, 0, 0, 0],
+        [-5, 4, 6, 8, 5, 9, 5, 8],
+        [2, 4, 6, 1 << 30, 5, 9, 5, 8],
+        [2, -4, 1 << 30, 6, 5, 9, 5, 8],
+        [2, 7, 6, 8, 5, 9, 5, 8],
+        [1, 4, 6, 0, 5, 12, 0, 0],
+        [1, 4, 5, 0, 9, 0, 0, 0],
+    ]
+    logits = np.tile(np.arange(10), (len(tables), 1))
+    values = inputs_of(logits, mode=WORDS, length=3, capacity=3)
+    values["bad_words"][...] = tables
+    values["history"][...] = 5
+    assert run(OP, gpu, "f32", values)["ids"].tolist() == [9, 9, 8, 9, 9, 9, 9]
 
 
 @pytest.mark.parametrize(("length", "kept"), [(0, [2, -5, -5]), (2, [-5, -5, 2]), (3, [-5, -5, -5]), (9, [-5, -5, -5])])
@@ -199,6 +258,10 @@ def test_what_a_row_does_not_ask_for_may_be_anything(gpu: GpuBackend) -> None:
         ({"length": 4, "capacity": 3, "penalty": 1.5}, r"length: expected values in \[0, 4\), got 4"),
         ({"length": 4, "capacity": 3, "ngram": 1}, r"length: expected values in \[0, 4\), got 4"),
         ({"length": -1}, r"length: expected values in \[0, 2147483648\), got -1"),
+        ({"slot": 2, "mode": WORDS}, r"slot: expected"),
+        ({"length": 4, "capacity": 3, "mode": WORDS}, r"length: expected values in \[0, 4\), got 4"),
+        ({"forced": 40}, r"forced: expected values in \[-1, 40\), got 40"),
+        ({"forced": -2}, r"forced: expected values in \[-1, 40\), got -2"),
         ({"cell": 4}, r"cell: expected values in \[-1, 4\), got 4"),
         ({"mask0": 40}, r"mask0: expected values in \[-1, 40\), got 40"),
         ({"mask1": -2}, r"mask1: expected values in \[-1, 40\), got -2"),
@@ -214,12 +277,14 @@ def test_an_index_that_is_out_of_range_is_refused(gpu: GpuBackend, asked: Mappin
 def test_an_id_of_the_history_that_is_out_of_range_is_refused(gpu: GpuBackend, wrong: int) -> None:
     values = inputs_of(np.zeros((1, 40)), length=2, ngram=2)
     values["history"][0, 1] = wrong
-    with pytest.raises(InvalidPointer, match=r"sample: history: expected ids in \[0, 40\)"):
+    with pytest.raises(InvalidPointer, match=r"sample: history: expected values in \[0, 40\)"):
         run(OP, gpu, "f32", values)
 
 
 @host_only
-@pytest.mark.parametrize("asked", [{"penalty": 1.5}, {"ngram": 2}, {"mode": BANNED}, {"mode": SUPPRESS}])
+@pytest.mark.parametrize(
+    "asked", [{"penalty": 1.5}, {"ngram": 2}, {"mode": BANNED}, {"mode": SUPPRESS}, {"mode": WORDS}]
+)
 def test_a_launch_that_does_not_adjust_refuses_a_row_that_must_be(gpu: GpuBackend, asked: Mapping[str, Any]) -> None:
     with pytest.raises(ValueError, match="sample: adjust: expected 1, as row 0 has"):
         run(OP, gpu, "f32", inputs_of(np.zeros((1, 40)), adjust=0, **asked))

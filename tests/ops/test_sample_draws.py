@@ -10,7 +10,8 @@ import pytest
 
 from gpu_runtime import GpuBackend
 from metrale.ops.drawing import kept, noise, philox, scaled, weights
-from metrale.ops.sample import BANNED, OP, SUPPRESS, _processed
+from metrale.ops.processing import BANNED, SUPPRESS, WORDS, Processors, encoded_words
+from metrale.ops.sample import OP, _processed
 from tests.ops.harness import run
 from tests.ops.oracles import gumbel, kept_scores, processed_logits
 from tests.ops.sampling import inputs_of
@@ -57,7 +58,7 @@ def asked(rng: np.random.Generator) -> dict[str, Any]:
         "min_p": rng.choice([0.0, 0.0, 0.01, 0.2, 1.0, 3.0]),
         "penalty": rng.choice([1.0, 1.3, 0.7]),
         "ngram": rng.choice([0, 0, 1, 2, 3, 4]),
-        "mode": rng.choice([0, BANNED, SUPPRESS, BANNED | SUPPRESS]),
+        "mode": rng.choice([0, BANNED, SUPPRESS, BANNED | SUPPRESS, WORDS]),
         "length": rng.integers(0, 30),
         "mask0": rng.integers(-1, 50),
         "mask1": rng.integers(-1, 50),
@@ -76,12 +77,15 @@ def check_steps(seed: int) -> None:
     rng = np.random.default_rng(seed)
     row = asked(rng)
     logits = 2 * rng.standard_normal((1, 50)) if seed % 2 else rng.integers(-4, 5, (1, 50))
-    values = inputs_of(logits, **row)
+    values = inputs_of(logits, word_room=30, **row)
     values["bans"][...] = rng.integers(0, 1 << 32, values["bans"].shape, np.uint32)
     values["history"][...] = rng.integers(0, 4 if seed % 3 else 50, values["history"].shape)
+    words = encoded_words([rng.integers(0, 4, size).tolist() for size in (2, 3, 2, 4, 2)])
+    values["bad_words"][0, : len(words)] = words
     settings = values["settings"][0]
     x = processed_logits(values, 0)
-    processed = _processed(values["logits"][0], values["counts"][0], settings[3], values["bans"], values["history"])
+    processors = Processors("sample", values["bans"], values["bad_words"], values["history"])
+    processed = _processed(values["logits"][0], values["counts"][0], settings[3], processors)
     np.testing.assert_allclose(processed, x, rtol=2e-7)  # one rounding
     if x.max() == -np.inf:
         return
