@@ -25,21 +25,33 @@ from metrale.errors import (
 )
 from metrale.factory import load, memory_plan
 from metrale.model import (
+    BeamParams,
     BeamReq,
     FeedSource,
+    Hypothesis,
     MixedBatchResult,
     MixedForwardResult,
     Model,
     PrefillSlice,
     RowMask,
     SamplingParams,
+    ScoredTarget,
+    ScoreReq,
     SequenceState,
 )
-from metrale.translator import Translation, TranslationStream, Translator
+from metrale.translator import (
+    Scored,
+    Translation,
+    TranslationHypothesis,
+    TranslationOptions,
+    TranslationStream,
+    Translator,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BeamParams",
     "BeamReq",
     "CheckpointError",
     "Engine",
@@ -48,6 +60,7 @@ __all__ = [
     "EngineStats",
     "FeedSource",
     "Generated",
+    "Hypothesis",
     "InvalidInput",
     "MetraleError",
     "MixedBatchResult",
@@ -63,9 +76,14 @@ __all__ = [
     "RequestHandle",
     "RowMask",
     "SamplingParams",
+    "ScoreReq",
+    "Scored",
+    "ScoredTarget",
     "SequenceError",
     "SequenceState",
     "Translation",
+    "TranslationHypothesis",
+    "TranslationOptions",
     "TranslationStream",
     "Translator",
     "UnknownLanguage",

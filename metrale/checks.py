@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from gpu_runtime import checks
 from metrale.errors import InvalidInput
+
+T = TypeVar("T")
 
 
 def integer(argument: str, value: object, low: int, high: int | None = None, expected: str = "") -> int:
@@ -43,3 +47,21 @@ def real(argument: str, value: object, low: float, high: float, expected: str) -
     if not math.isfinite(number) or not low <= number <= high:
         raise InvalidInput(argument, expected, value)
     return number
+
+
+def listed(argument: str, values: object, expected: str) -> list[Any]:
+    """Return the items of any iterable but text as a list.
+
+    Raises
+    ------
+    InvalidInput
+        When it is none.
+    """
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidInput(argument, expected, repr(values)[:80])
+    return list(values)
+
+
+def kept(values: T) -> T | tuple[Any, ...]:
+    """Return the items of an iterator, which gives them once, as a tuple; everything else as it is."""
+    return tuple(values) if isinstance(values, Iterator) else values

@@ -68,10 +68,13 @@ class NoFreeSlot(SequenceError):
 
 
 class NonFiniteLogits(MetraleError, ArithmeticError):
-    """Logits with a NaN or an infinity: the rows named by ``rows`` have no token to choose, the others are sound."""
+    """Logits with a NaN or an infinity: the rows named by ``rows`` have no token to choose, the others are sound.
 
-    def __init__(self, rows: tuple[int, ...]) -> None:
+    ``what`` says what is counted: rows, or the requests of a call.
+    """
+
+    def __init__(self, rows: tuple[int, ...], what: str = "rows") -> None:
         self.rows = rows
         super().__init__(
-            f"logits: expected finite numbers, got a NaN or an infinity in rows {', '.join(map(str, rows))}"
+            f"logits: expected finite numbers, got a NaN or an infinity in {what} {', '.join(map(str, rows))}"
         )

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from gpu_runtime import dtypes
@@ -15,11 +16,13 @@ from gpu_runtime.config import Config
 from gpu_runtime.errors import BackendUnavailable
 from gpu_runtime.opening import open_backend
 from metrale.checkpoint import open_checkpoint
+from metrale.checkpoint.peft import CONFIG_FILE as _ADAPTER_FILE
 from metrale.errors import CheckpointError, InvalidInput
 from metrale.nllb.admission import Languages
 from metrale.nllb.checks import token_id
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.limits import ModelShape, ServingLimits
+from metrale.nllb.lora import check_adapter
 from metrale.nllb.model import NllbModel
 from metrale.nllb.plan import MemoryPlan, plan_memory
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
@@ -27,8 +30,10 @@ from metrale.nllb.weights import match_weights
 
 log = logging.getLogger(__name__)
 
-_ADAPTER_FILE = "adapter_config.json"
 _DEVICE = re.compile(r"auto|host|cuda(:\d+)?", re.ASCII)
+
+_ARGUMENTS = {"forced_eos_token_id": "forced_eos"}
+"""Arguments of a translation that are not called as the checkpoint's settings are."""
 
 PathLike = str | os.PathLike[str]
 
@@ -43,6 +48,9 @@ def load(
     max_new_tokens: int = 256,
     max_encoder_tokens: int | None = None,
     kv_bytes: int | None = None,
+    max_adapters: int | None = None,
+    max_lora_rank: int = 64,
+    adapters: Mapping[str, PathLike] | None = None,
     source: str | int | None = None,
     target: str | int | None = None,
 ) -> NllbModel:
@@ -58,8 +66,12 @@ def load(
     dtype : str
         ``"float32"``, ``"float16"``, ``"bfloat16"``, or ``"auto"``: float32 on the host, bfloat16 on compute
         capability 8.0 and later, else float16.
-    max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes
+    max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes, max_lora_rank
         See `ServingLimits`. Device memory is allocated here, and does not grow.
+    max_adapters : int or None
+        LoRA adapters that may be resident at once. None: as many as ``adapters`` has.
+    adapters : mapping of str to path
+        Folders of adapters in PEFT's format, by the names they get. They go to slots 0, 1 and so on, in order.
     source, target : str, int or None
         Default languages, as codes or token ids, for sequences whose language id is 0.
 
@@ -74,7 +86,11 @@ def load(
     gpu_runtime.BackendUnavailable
         When the device cannot be opened; it says why. Only ``"auto"`` ever takes another device instead.
     """
-    limits = ServingLimits(max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes)
+    folders = _adapter_folders(adapters)
+    room = len(folders) if max_adapters is None else max_adapters
+    limits = ServingLimits(max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes, room, max_lora_rank)
+    if len(folders) > limits.max_adapters:
+        raise InvalidInput("max_adapters", f"at least {len(folders)}, as many as adapters has", room)
     config = _config(path)
     with open_checkpoint(path) as checkpoint:
         weights = match_weights(config, checkpoint)
@@ -91,11 +107,25 @@ def load(
             log.info("device %s: %s", device if owns_gpu else "given", gpu.name())
             log.info("dtype %s: %s", dtype, dtypes.long_name(shape.dtype))
             log.info("memory: %s", plan_memory(shape))
+            for folder in folders.values():
+                check_adapter(folder, shape)  # before gigabytes are read
             model = NllbModel(
                 gpu, shape, checkpoint, weights, languages=languages, tokenizer=tokenizer, owns_gpu=owns_gpu
             )
             undo.pop_all()  # from here on the model closes the backend that was opened for it
+            undo.push(model)
+            for slot, (name, folder) in enumerate(folders.items()):
+                model.swap_lora_from_disk(folder, name, slot)
+            undo.pop_all()
         return model
+
+
+def _adapter_folders(adapters: Mapping[str, PathLike] | None) -> dict[str, PathLike]:
+    if adapters is None:
+        return {}
+    if not isinstance(adapters, Mapping) or not all(isinstance(name, str) and name for name in adapters):
+        raise InvalidInput("adapters", "a mapping of names to folders", adapters)
+    return dict(adapters)
 
 
 def memory_plan(
@@ -108,13 +138,17 @@ def memory_plan(
     max_new_tokens: int = 256,
     max_encoder_tokens: int | None = None,
     kv_bytes: int | None = None,
+    max_adapters: int = 0,
+    max_lora_rank: int = 64,
 ) -> MemoryPlan:
     """Return the device memory that `load` would take with the same arguments, without allocating any.
 
     A device that is not open yet is opened for a moment, to resolve ``dtype="auto"``. Raises as `load` does; only
     a plan larger than the device is no error here.
     """
-    serving = ServingLimits(max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes)
+    serving = ServingLimits(
+        max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes, max_adapters, max_lora_rank
+    )
     config = _config(path)
     with open_checkpoint(path) as checkpoint:
         vocab = match_weights(config, checkpoint).vocab_size
@@ -138,14 +172,17 @@ def _config(path: PathLike) -> NllbConfig:
     if os.path.lexists(os.path.join(path, _ADAPTER_FILE)):
         raise CheckpointError(
             path,
-            f"holds a LoRA adapter ({_ADAPTER_FILE}), which this version does not apply: merge it into its base model "
-            "first, for example with PEFT's merge_and_unload() and save_pretrained()",
+            f"holds a LoRA adapter ({_ADAPTER_FILE}), not a model: load the model that it was trained on, and the "
+            "adapter with it, as adapters={'name': folder}",
         )
     config = NllbConfig.from_dir(path)
-    ignored = config.generation.not_greedy()
-    if ignored:
+    asked = config.generation.not_greedy()
+    if asked:
+        settings = ", ".join(f"{name}={value}" for name, value in asked.items())
+        arguments = ", ".join(f"{_ARGUMENTS.get(name, name)}=" for name in asked)
         warnings.warn(
-            f"{path}: the checkpoint asks for {', '.join(ignored)}; this version decodes greedily, without it",
+            f"{path}: the checkpoint asks for {settings}. This is not applied by itself: a translation has it when its "
+            f"call asks for it ({arguments})",
             stacklevel=3,
         )
     return config

@@ -8,14 +8,18 @@ from metrale.checkpoint.folder import Checkpoint, open_checkpoint
 from metrale.checkpoint.json_fields import FieldReader
 from metrale.checkpoint.json_file import read_json_object
 from metrale.checkpoint.paths import read_file, require_folder
+from metrale.checkpoint.peft import LoraModule, PeftAdapter, open_adapter
 from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
 
 __all__ = [
     "FLOAT_DTYPES",
     "Checkpoint",
     "FieldReader",
+    "LoraModule",
+    "PeftAdapter",
     "TensorInfo",
     "convert",
+    "open_adapter",
     "open_checkpoint",
     "read_file",
     "read_json_object",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The Model interface: what a scheduler, or anyone who drives a model by pointer and stream, may ask of it.
 
-It is made of twelve supertraits, one file each. A model implements the abstract methods, overrides the defaults that
+It is made of fourteen supertraits, one file each. A model implements the abstract methods, overrides the defaults that
 it can better, and refuses the rest with :class:`~metrale.errors.NotSupported`.
 """
 
@@ -10,6 +10,17 @@ from __future__ import annotations
 from abc import ABC
 
 from metrale.model.adapters import ModelAdapters
+from metrale.model.beam_types import (
+    BEAM_DONE_FLAG,
+    BEAM_NO_CHOICE_FLAG,
+    BEAM_NOT_FINITE_FLAG,
+    MAX_BEAMS,
+    BeamParams,
+    BeamReq,
+    EarlyStopping,
+    Hypothesis,
+)
+from metrale.model.beams import ModelBeams
 from metrale.model.circuit import ModelCircuit
 from metrale.model.device_feed import NO_CHOICE_FLAG, NOT_FINITE_FLAG, ModelDeviceFeed
 from metrale.model.draft import ModelDraft
@@ -18,14 +29,13 @@ from metrale.model.forward import ModelForward
 from metrale.model.lifecycle import ModelLifecycle
 from metrale.model.logits import ModelLogits
 from metrale.model.refusal import refusal
+from metrale.model.sampling import GREEDY, SamplingParams
+from metrale.model.scoring import ModelScoring, ScoredTarget, ScoreReq
 from metrale.model.ssm_state import ModelSsmState
 from metrale.model.streams import ModelStreams
 from metrale.model.types import (
     BATCH_LADDER,
-    GREEDY,
-    BeamReq,
     Capacity,
-    EarlyStopping,
     EpCommandFailed,
     FeedSource,
     ForwardDisclosure,
@@ -35,7 +45,6 @@ from metrale.model.types import (
     MixedForwardResult,
     PrefillSlice,
     RowMask,
-    SamplingParams,
     SequenceState,
     VerifyBatchedOpts,
     padded_batch_n,
@@ -56,6 +65,8 @@ class Model(
     ModelEp,
     ModelStreams,
     ModelDeviceFeed,
+    ModelBeams,
+    ModelScoring,
     ModelCircuit,
     ABC,
 ):
@@ -64,9 +75,14 @@ class Model(
 
 __all__ = [
     "BATCH_LADDER",
+    "BEAM_DONE_FLAG",
+    "BEAM_NOT_FINITE_FLAG",
+    "BEAM_NO_CHOICE_FLAG",
     "GREEDY",
+    "MAX_BEAMS",
     "NOT_FINITE_FLAG",
     "NO_CHOICE_FLAG",
+    "BeamParams",
     "BeamReq",
     "Capacity",
     "EarlyStopping",
@@ -74,11 +90,13 @@ __all__ = [
     "FeedSource",
     "ForwardDisclosure",
     "ForwardSelect",
+    "Hypothesis",
     "LogitsDtype",
     "MixedBatchResult",
     "MixedForwardResult",
     "Model",
     "ModelAdapters",
+    "ModelBeams",
     "ModelCircuit",
     "ModelDeviceFeed",
     "ModelDraft",
@@ -86,6 +104,7 @@ __all__ = [
     "ModelForward",
     "ModelLifecycle",
     "ModelLogits",
+    "ModelScoring",
     "ModelSsmState",
     "ModelStreams",
     "ModelVerify",
@@ -93,6 +112,8 @@ __all__ = [
     "PrefillSlice",
     "RowMask",
     "SamplingParams",
+    "ScoreReq",
+    "ScoredTarget",
     "SequenceState",
     "VerifyBatchedOpts",
     "padded_batch_n",

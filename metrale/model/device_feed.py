@@ -13,7 +13,8 @@ from gpu_runtime.handles import PinnedMemory
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.model.refusal import refusal
-from metrale.model.types import FeedSource, MixedBatchResult, PrefillSlice, RowMask, SamplingParams, SequenceState
+from metrale.model.sampling import SamplingParams
+from metrale.model.types import FeedSource, MixedBatchResult, PrefillSlice, RowMask, SequenceState
 
 NOT_FINITE_FLAG: Final = 1
 NO_CHOICE_FLAG: Final = 2

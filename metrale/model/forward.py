@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
+from metrale.model.beam_types import BeamReq, Hypothesis
 from metrale.model.refusal import refusal
 from metrale.model.streams import ModelStreams
-from metrale.model.types import BeamReq, MixedBatchResult, MixedForwardResult, PrefillSlice, SequenceState
+from metrale.model.types import MixedBatchResult, MixedForwardResult, PrefillSlice, SequenceState
 
 
 class ModelForward(ModelStreams, ABC):
@@ -41,6 +42,16 @@ class ModelForward(ModelStreams, ABC):
             By default.
         """
         raise refusal(self, "generate_beam_batch")
+
+    def generate_beams(self, reqs: Sequence[BeamReq]) -> list[list[Hypothesis]]:
+        """Do as ``generate_beam_batch``, and return the ``num_return_sequences`` best hypotheses with their scores.
+
+        Raises
+        ------
+        metrale.errors.NotSupported
+            By default.
+        """
+        raise refusal(self, "generate_beams")
 
     @abstractmethod
     def prefill(self, tokens: Sequence[int], seq: SequenceState, stream: StreamLike = 0) -> DevicePtr:

@@ -10,21 +10,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal, TypeAlias
 
 from gpu_runtime.pointer import DevicePtr
-from metrale.checks import integer, real
 from metrale.errors import InvalidInput, MetraleError
 
 LogitsDtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
 """Element type of a logits row."""
 
-EarlyStopping: TypeAlias = bool | Literal["never"]
-"""When a beam search ends; see :class:`BeamReq`."""
-
 ForwardSelect: TypeAlias = Literal["legacy", "circuit"]
 """The forward that decode runs: the family's own layer loop, or a program compiled from a circuit plan."""
 
-_INT32_MAX: Final = (1 << 31) - 1
-_FLOAT32_MAX: Final = 3.4e38
-_FLOAT32_TINY: Final = 1.2e-38
 
 BATCH_LADDER: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Batch sizes that decode steps are padded to."""
@@ -69,6 +62,8 @@ class SequenceState:
         Length of ``tokens`` right after prefill.
     src_lang_id, tgt_lang_id : int
         Token ids of the source and target language; 0 is the model's default. Set before prefill.
+    prefix_tokens : Sequence[int]
+        Ids that the target begins with after its language. Prefill takes them in as well. Set before it.
     adapter_slot : int
         Adapter applied to this sequence's rows, or -1 for the base model. Set before prefill.
     """
@@ -83,6 +78,7 @@ class SequenceState:
     src_lang_id: int = 0
     tgt_lang_id: int = 0
     adapter_slot: int = -1
+    prefix_tokens: Sequence[int] = ()
 
     @property
     def is_detached(self) -> bool:
@@ -111,6 +107,8 @@ class Capacity:
         Ids that end a sequence.
     needs_src_lang, needs_tgt_lang : bool
         Whether every sequence must name the language, because there is none that 0 could stand for.
+    max_beams : int
+        Beams of the widest search; 0 without beam search.
     """
 
     max_sequences: int
@@ -121,6 +119,7 @@ class Capacity:
     eos_ids: frozenset[int] = frozenset()
     needs_src_lang: bool = False
     needs_tgt_lang: bool = False
+    max_beams: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,39 +146,6 @@ class PrefillSlice:
     def whole(cls, tokens: Sequence[int], seq: SequenceState) -> PrefillSlice:
         """Return the slice that prefills all of ``tokens`` in one chunk."""
         return cls(tokens, seq, 0, len(tokens), True)
-
-
-@dataclass(frozen=True, slots=True)
-class BeamReq:
-    """One beam search, run to its end by ``ModelForward.generate_beam_batch``.
-
-    Attributes
-    ----------
-    prompt_tokens : Sequence[int]
-        Subword ids of the source, without language token and EOS: the model adds both.
-    src_lang_id, tgt_lang_id : int
-        Language token ids; 0 is the model's default.
-    adapter_slot : int
-        Adapter to apply, or -1 for the base model.
-    num_beams : int
-        Width of the search; 1 is greedy. The request occupies that many lanes.
-    max_new : int
-        Most ids in the result, the language token and EOS included.
-    length_penalty : float
-        A finished hypothesis of ``L`` ids scores its summed log-probability over ``L ** length_penalty``.
-    early_stopping : bool or "never"
-        ``False`` ends when no running beam can beat the worst of ``num_beams`` finished hypotheses at its present
-        length, ``True`` as soon as there are ``num_beams``, ``"never"`` when none can at any length.
-    """
-
-    prompt_tokens: Sequence[int]
-    src_lang_id: int = 0
-    tgt_lang_id: int = 0
-    adapter_slot: int = -1
-    num_beams: int = 4
-    max_new: int = 256
-    length_penalty: float = 1.0
-    early_stopping: EarlyStopping = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,86 +212,6 @@ class FeedSource:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next id of one sequence is chosen. The steps and their order are those of transformers.
-
-    First the logits are processed: repetition penalty, repeated n-grams, bans, minimum length. Then, unless
-    ``temperature`` is 0, they are divided by it, cut to the ``top_k``, the ``top_p`` and the ``min_p``, and an id is
-    drawn. The history that penalty and n-grams look at is every id that the decoder was given, the start token and the
-    language included.
-
-    Attributes
-    ----------
-    temperature : float
-        0 takes the largest processed logit (greedy); larger is more even.
-    top_k : int
-        Keep the ids whose score is at least the k-th largest; 0 keeps all.
-    top_p : float
-        Keep an id when all ids of a larger score together have a probability below this; 1 keeps all.
-    min_p : float
-        Keep an id when its probability is at least this share of the largest; 0 keeps all.
-    repetition_penalty : float
-        Positive logits of ids in the history are divided by it, others multiplied; 1 changes nothing.
-    no_repeat_ngram_size : int
-        No n-gram of this size may occur twice in the history; 0 allows all.
-    banned_ids : tuple of int
-        Never chosen.
-    eos_ids : tuple of int
-        Not chosen before there are ``min_new_tokens``.
-    min_new_tokens : int
-        Generated ids, the language token among them, that must be there before EOS may be chosen.
-    seed : int
-        Key of the random numbers, 64 bits. A draw depends on it and on the position alone, whatever else is in the
-        batch.
-
-    Raises
-    ------
-    InvalidInput
-        When one of them is out of range.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    banned_ids: tuple[int, ...] = ()
-    eos_ids: tuple[int, ...] = ()
-    min_new_tokens: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, low, high, expected in (
-            ("temperature", 0.0, _FLOAT32_MAX, "a finite number of at least 0"),
-            ("top_p", _FLOAT32_TINY, 1.0, "a number above 0 and at most 1"),
-            ("min_p", 0.0, 1.0, "a number from 0 to 1"),
-            ("repetition_penalty", _FLOAT32_TINY, _FLOAT32_MAX, "a finite number above 0"),
-        ):
-            object.__setattr__(self, name, real(name, getattr(self, name), low, high, expected))
-        for name, limit in (
-            ("top_k", _INT32_MAX),
-            ("no_repeat_ngram_size", _INT32_MAX),
-            ("min_new_tokens", _INT32_MAX),
-            ("seed", (1 << 64) - 1),
-        ):
-            object.__setattr__(self, name, integer(name, getattr(self, name), 0, limit))
-        for name in ("banned_ids", "eos_ids"):
-            ids = tuple(integer(f"{name}[{at}]", token, 0, _INT32_MAX) for at, token in enumerate(getattr(self, name)))
-            object.__setattr__(self, name, ids)
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether a choice depends on the ids before it."""
-        return self.repetition_penalty != 1.0 or self.no_repeat_ngram_size > 0
-
-    @property
-    def suppresses_eos(self) -> bool:
-        """Whether EOS is withheld from short results."""
-        return self.min_new_tokens > 0 and bool(self.eos_ids)
-
-
-@dataclass(frozen=True, slots=True)
 class RowMask:
     """The at most two ids that may not win one row's argmax (``RowMask()`` admits all).
 
@@ -342,10 +228,6 @@ class RowMask:
     def __post_init__(self) -> None:
         if len(self.banned) > self.MAX_IDS or any(token < 0 for token in self.banned):
             raise InvalidInput("banned", f"at most {self.MAX_IDS} ids, none negative", self.banned)
-
-
-GREEDY: Final = SamplingParams()
-"""The largest logit, always."""
 
 
 @dataclass(frozen=True, slots=True)

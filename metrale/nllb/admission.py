@@ -7,18 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from metrale.errors import InvalidInput, NotSupported, SequenceError
-from metrale.model import PrefillSlice, SequenceState
+from metrale.errors import InvalidInput, SequenceError
+from metrale.model import PrefillSlice, ScoreReq, SequenceState
+from metrale.nllb.adapter_slots import AdapterSlots
 from metrale.nllb.checks import token_id, token_ids
 from metrale.nllb.kv import Span
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.sequences import SequenceTable
 
 PREFIX_LEN: Final = 2
-"""Tokens that prefill feeds to the decoder: the decoder start and the target language."""
+"""Tokens that every prefill feeds to the decoder: the decoder start and the target language."""
 
 FRAME_LEN: Final = 2
 """Tokens around a source: its language before it and EOS after it."""
+
+
+def given_len(prompt_len: int) -> int:
+    """Return how many of a prefilled sequence's first decoder tokens do not count as generated.
+
+    As transformers has it: the start token alone, as the language token counts although it is given; but all of them,
+    once the caller has given more than these two.
+    """
+    return 1 if prompt_len == PREFIX_LEN else prompt_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +41,12 @@ class Languages:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One checked prefill: the complete source, and the language that the target begins with."""
+    """One checked prefill: the complete source, and the ids that the target begins with, all of them given."""
 
     seq: SequenceState
     span: Span
     source: tuple[int, ...]
-    target: int
+    prefix: tuple[int, ...]
 
 
 class Admission:
@@ -44,18 +54,17 @@ class Admission:
 
     Parameters
     ----------
-    model : str
-        The model's name, for refusals.
     shape : ModelShape
     languages : Languages
     table : SequenceTable
+    adapters : AdapterSlots
     """
 
-    def __init__(self, model: str, shape: ModelShape, languages: Languages, table: SequenceTable) -> None:
-        self._model = model
+    def __init__(self, shape: ModelShape, languages: Languages, table: SequenceTable, adapters: AdapterSlots) -> None:
         self._shape = shape
         self._languages = languages
         self._table = table
+        self._adapters = adapters
 
     def prompt(self, one: PrefillSlice, argument: str) -> Prompt:
         """Return the checked prompt of one slice; an error names ``argument``.
@@ -64,13 +73,12 @@ class Admission:
         ------
         SequenceError
             When the sequence is not live.
-        NotSupported
-            When the sequence asks for an adapter.
         InvalidInput
-            When the chunk is not the whole source, or an id, a language or the length is out of range.
+            When the chunk is not the whole source, an id, a language or the length is out of range, or the sequence
+            asks for an adapter that is not resident.
         """
         span = self._table.span(one.seq)
-        self._check_adapter(one.seq)
+        self._adapters.check(one.seq.adapter_slot)
         if one.chunk_start != 0 or not one.is_last_chunk or one.chunk_len != len(one.prompt_tokens):
             raise InvalidInput(
                 f"{argument}: chunk",
@@ -78,14 +86,36 @@ class Admission:
                 f"({one.chunk_start}, {one.chunk_len}, {'last' if one.is_last_chunk else 'not last'})",
             )
         tokens = token_ids(argument, one.prompt_tokens, self._shape.vocab)
-        source_language = self._language("src_lang_id", one.seq.src_lang_id, self._languages.source, "source")
-        target_language = self._language("tgt_lang_id", one.seq.tgt_lang_id, self._languages.target, "target")
+        source_language, target_language = self.language_ids(one.seq)
         source = (source_language, *tokens, self._shape.config.eos_token_id[0])
-        most = min(self._shape.limits.max_source_len, span.positions - PREFIX_LEN)
+        given = token_ids("prefix_tokens", one.seq.prefix_tokens, self._shape.vocab)
+        prefix = (self._shape.config.generation.decoder_start_token_id, target_language, *given)
+        if len(prefix) > self._shape.limits.target_positions:
+            expected = f"at most {self._shape.limits.target_positions - PREFIX_LEN} ids"
+            raise InvalidInput("prefix_tokens", expected, f"{len(given)} ids")
+        most = min(self._shape.limits.max_source_len, self._source_room(span, len(prefix)))
         if len(source) > most:
-            expected = f"at most {most - FRAME_LEN} ids (with language and EOS {most})"
+            after = f", with {len(given)} ids of the target after it" if given else ""
+            expected = f"at most {max(most - FRAME_LEN, 0)} ids (with language and EOS {most}){after}"
             raise InvalidInput(argument, expected, f"{len(tokens)} ids")
-        return Prompt(one.seq, span, source, target_language)
+        return Prompt(one.seq, span, source, prefix)
+
+    @staticmethod
+    def _source_room(span: Span, prefix: int) -> int:
+        """Return how many source tokens a span has room for, before the targets that begin with ``prefix`` tokens."""
+        if not span.beam_positions:
+            return span.positions - prefix
+        if prefix > span.beam_positions:
+            expected = f"at most {span.beam_positions - PREFIX_LEN} ids, as alloc_beams was told"
+            raise InvalidInput("prefix_tokens", expected, f"{prefix - PREFIX_LEN} ids")
+        return span.positions - span.beams * span.beam_positions
+
+    def language_ids(self, asked: SequenceState | ScoreReq) -> tuple[int, int]:
+        """Return the checked languages of a source and its target. `InvalidInput` when there is none."""
+        return (
+            self._language("src_lang_id", asked.src_lang_id, self._languages.source, "source"),
+            self._language("tgt_lang_id", asked.tgt_lang_id, self._languages.target, "target"),
+        )
 
     def _language(self, argument: str, given: int, default: int | None, keyword: str) -> int:
         language = token_id(argument, given, self._shape.vocab)
@@ -102,12 +132,15 @@ class Admission:
         ------
         SequenceError
             When it is not live, has not been prefilled, or is full.
-        NotSupported
-            When it asks for an adapter.
+        InvalidInput
+            When it asks for another adapter than at its prefill, whose keys and values it has.
         """
         span = self.prefilled("decode", seq)
-        self._check_adapter(seq)
-        most = self._target_positions(span)
+        if seq.adapter_slot != span.adapter:
+            expected = f"{span.adapter}, with which the sequence in slot {seq.slot_idx} was prefilled"
+            raise InvalidInput("adapter_slot", expected, seq.adapter_slot)
+        self._adapters.check(seq.adapter_slot)
+        most = self.target_positions(span)
         if seq.seq_len == most:
             raise SequenceError(f"decode: the sequence in slot {seq.slot_idx} is full: it has {most} decoder positions")
         return span
@@ -124,18 +157,16 @@ class Admission:
         span = self._table.span(seq)
         if not span.source_len or seq.seq_len < 1:
             raise SequenceError(f"{call}: the sequence in slot {seq.slot_idx} has not been prefilled")
-        most = self._target_positions(span)
+        most = self.target_positions(span)
         if seq.seq_len > most:
             what = f"the sequence in slot {seq.slot_idx}"
             raise SequenceError(f"{call}: {what} has {most} decoder positions, and a seq_len of {seq.seq_len}")
         return span
 
-    def _target_positions(self, span: Span) -> int:
-        return min(self._shape.limits.target_positions, span.positions - span.source_len)
-
-    def _check_adapter(self, seq: SequenceState) -> None:
-        if seq.adapter_slot != -1:
-            raise NotSupported(self._model, "adapter_slot", f"no adapter is in slot {seq.adapter_slot}")
+    def target_positions(self, span: Span) -> int:
+        """Return how many decoder positions a prefilled sequence has, or each of its beams."""
+        room = span.beam_positions or span.positions - span.source_len
+        return min(self._shape.limits.target_positions, room)
 
     @staticmethod
     def check_distinct(seqs: Sequence[SequenceState], argument: str) -> None:

@@ -85,18 +85,23 @@ class GenerationDefaults:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
 
-    def not_greedy(self) -> list[str]:
-        """Return the settings that plain greedy decoding leaves out, as ``name=value``."""
+    def not_greedy(self) -> dict[str, object]:
+        """Return the settings that plain greedy decoding leaves out, by their names; of one beam, not what needs more.
+
+        The length limits are left out too: those of a request, or of the model, take their place.
+        """
         plain = GenerationDefaults()
+        searched = {"length_penalty": self.length_penalty, "early_stopping": self.early_stopping}
         found = {
             "num_beams": self.num_beams,
-            "min_new_tokens": self.min_new_tokens,
+            **(searched if self.num_beams > 1 else {}),
+            "min_new_tokens": self.min_new_tokens or None,
             "no_repeat_ngram_size": self.no_repeat_ngram_size,
             "repetition_penalty": self.repetition_penalty,
             "bad_words_ids": self.bad_words_ids,
             "forced_eos_token_id": self.forced_eos_token_id,
         }
-        return [f"{name}={value}" for name, value in found.items() if value and value != getattr(plain, name)]
+        return {name: value for name, value in found.items() if value != getattr(plain, name)}
 
 
 @dataclass(frozen=True, slots=True)

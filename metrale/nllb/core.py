@@ -11,7 +11,10 @@ from typing import Final, Self
 from gpu_runtime.backend import GpuBackend
 from metrale.checkpoint import Checkpoint
 from metrale.errors import SequenceError
+from metrale.nllb.adapter_memory import AdapterMemory
+from metrale.nllb.adapter_slots import AdapterSlots
 from metrale.nllb.admission import Admission, Languages
+from metrale.nllb.beams import BeamSearches
 from metrale.nllb.device_weights import load_weights
 from metrale.nllb.feed import TokenFeed
 from metrale.nllb.kv import KvPool
@@ -20,6 +23,7 @@ from metrale.nllb.logits import LogitsRows
 from metrale.nllb.passes import Passes
 from metrale.nllb.plan import MemoryPlan, check_launches, check_memory, check_pool, plan_memory
 from metrale.nllb.sequences import SequenceTable
+from metrale.nllb.slot_rules import SlotRules
 from metrale.nllb.tokenizer import NllbTokenizer
 from metrale.nllb.turns import Turn
 from metrale.nllb.unsupported import TranslationOnly
@@ -55,6 +59,9 @@ class NllbCore(TranslationOnly):
             check_launches(gpu, shape, checkpoint.path)
             params = load_weights(gpu, shape, checkpoint, weights)
             undo.callback(params.arena.free)
+            self._adapter_memory = AdapterMemory(gpu, shape)
+            undo.callback(self._adapter_memory.free)
+            params = self._adapter_memory.attach(params)
             self._pool = KvPool(gpu, shape.kv_bytes, shape.position_bytes)
             undo.callback(self._pool.free)
             space = Workspace(gpu, shape)
@@ -67,11 +74,15 @@ class NllbCore(TranslationOnly):
             self._logits = LogitsRows(gpu, shape, space["argmax"], prefilling)
             undo.callback(self._logits.free)
             self._passes = Passes(gpu, shape, params, space, self._logits, decoding, prefilling, feeding)
-            self._feed = TokenFeed(gpu, shape, space, self._logits, self._passes)
-            undo.callback(self._feed.free)
+            self._rules = rules = SlotRules(gpu, shape, space, self._passes)
+            undo.callback(rules.free)
+            self._feed = TokenFeed(gpu, shape, space, self._logits, self._passes, rules)
+            self._beams = BeamSearches(gpu, shape, space, self._logits, self._passes, rules)
+            undo.callback(self._beams.free)
             self._teardown: ExitStack | None = undo.pop_all()  # runs newest first
         self._table = SequenceTable(self._pool, shape.limits.max_batch)
-        self._admission = Admission(type(self).__name__, shape, self.languages, self._table)
+        self._adapters = AdapterSlots(shape.limits.max_adapters, self._table)
+        self._admission = Admission(shape, self.languages, self._table, self._adapters)
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,18 +18,33 @@ from metrale.nllb.layers import Rows
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.workspace import Workspace
 
+Observer = Callable[[Rows, int, Mapping[str, DevicePtr]], None]
+"""What looks on in a pass: it is told the activations, the layer, and the columns of the pass' table."""
+
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Tokens that one sequence feeds in a pass: ``ids[i]`` goes to target position ``first + i`` of ``span``.
+    """Tokens that one sequence, or one beam of it, feeds in a pass: ``ids[i]`` goes to target position ``first + i``.
 
-    With a ``cell`` of 0 or more, the id of a feed of one is read there on the device, and ``ids[0]`` is not used.
+    Attributes
+    ----------
+    ids : tuple of int
+    first : int
+    span : Span
+    cell : int
+        0 or more: the id of a feed of one is read there on the device, and ``ids[0]`` is not used.
+    beam : int
+        The beam of the span whose positions are written.
+    ancestry : int
+        Row of the ancestry table that says which beam's positions are attended to; -1: the first beam's.
     """
 
     ids: tuple[int, ...]
     first: int
     span: Span
     cell: int = -1
+    beam: int = 0
+    ancestry: int = -1
 
 
 class Decoder:
@@ -60,14 +75,28 @@ class Decoder:
         self._side = side
         self.hidden = workspace[f"{side}.hidden"]
         self._cells: dict[str, int] = {}
+        self._ancestry: dict[str, int] = {}
         self._spares: list[Feed] = []
         if side == "decoder":
+            self._ancestry = {
+                "ancestry": workspace["beams.ancestry"],
+                "ancestry_rows": shape.limits.max_batch,
+                "ancestry_capacity": shape.limits.target_positions,
+            }
             self._cells = {"cells": workspace["feed.cells"], "cell_count": shape.feed_cells}
             for spare in range(shape.spare_rows):  # each row writes KV of its own
                 at = workspace["decoder.spare"].offset(spare * shape.position_bytes)
                 self._spares.append(Feed((0,), 0, Span(0, 1, at, shape.position_bytes)))
 
-    def run(self, feeds: Sequence[Feed], logits: DevicePtr, stream: StreamLike) -> None:
+    def run(
+        self,
+        feeds: Sequence[Feed],
+        logits: DevicePtr,
+        stream: StreamLike,
+        *,
+        of_all: bool = False,
+        observe: Observer | None = None,
+    ) -> None:
         """Enqueue one pass: each weight is read once, whatever the number of sequences.
 
         Every feed has the same number of ids. Keys and values are written before any row attends, and row ``i`` of a
@@ -77,34 +106,56 @@ class Decoder:
         ----------
         feeds : sequence of Feed
         logits : DevicePtr
-            Where the logits of feed ``i``'s last id go: row ``i`` from here.
+            Where the logits of feed ``i``'s last id go: row ``i`` from here. NULL leaves them out.
         stream : StreamLike
+        of_all : bool
+            Whether every id has logits, one row after the other, and not the last of each feed alone.
+        observe : callable or None
+            Called in each layer when ``rows.wide`` has the queries of cross-attention, to enqueue work of its own.
         """
         depth, lanes = len(feeds[0].ids), len(feeds)
         if self._spares:
             feeds = [*feeds, *self._spares[: self._shape.step_rows(lanes) - lanes]]
         positions = np.array([feed.first + step for feed in feeds for step in range(depth)])
+        adapters = np.repeat([feed.span.adapter for feed in feeds], depth)
         sources = [feed.span.source_len or 1 for feed in feeds]  # a spare row attends to the position that it writes
         table = self._workspace.tables[self._side].upload(
             stream,
             ids=np.array([token for feed in feeds for token in feed.ids]),
             cells=np.repeat([feed.cell for feed in feeds], depth),
             positions=positions,
+            adapters=adapters,
             self_lengths=positions + 1,
             cross_lengths=np.repeat(sources, depth),
-            self_spans=np.repeat(np.array([int(feed.span.target_ptr) for feed in feeds], dtype=np.uint64), depth),
+            self_spans=np.repeat(np.array([feed.span.target() for feed in feeds], dtype=np.uint64), depth),
+            write_spans=np.repeat(np.array([feed.span.target(feed.beam) for feed in feeds], np.uint64), depth),
+            ancestry=np.repeat([feed.ancestry for feed in feeds], depth),
+            beam_positions=np.repeat([feed.span.beam_positions for feed in feeds], depth),
             cross_spans=np.repeat(np.array([int(feed.span.ptr) for feed in feeds], dtype=np.uint64), depth),
         )
         cells = {**self._cells, "cell_index": table["cells"]} if self._cells else {}
+        ancestry: dict[str, int] = {}
+        if any(feed.ancestry >= 0 for feed in feeds):  # without beams, the launches know nothing of them
+            places = {"ancestry_index": table["ancestry"], "beam_positions": table["beam_positions"]}
+            ancestry = {**self._ancestry, **places}
         weights = self._weights
         rows = Rows.of(self._gpu, self._shape, self._workspace, self._side, len(feeds) * depth, stream)
+        rows = rows.adapted(table["adapters"], adapters)
         rows.embed(table["ids"], table["positions"], weights.embedding, weights.position_table, **cells)
         for index in range(len(weights.decoder)):
-            self._layer(rows, index, table)
+            self._layer(rows, index, table, ancestry, observe)
         rows.norm(weights.decoder_norm, self.hidden)
-        self._head(rows, lanes, depth, logits)
+        if logits:
+            self._head(rows, lanes * depth if of_all else lanes, 1 if of_all else depth, logits)
 
-    def _layer(self, rows: Rows, index: int, table: Mapping[str, DevicePtr]) -> None:
+    def _layer(
+        self,
+        rows: Rows,
+        index: int,
+        table: Mapping[str, DevicePtr],
+        ancestry: Mapping[str, int],
+        observe: Observer | None,
+    ) -> None:
         config, layer = self._shape.config, self._weights.decoder[index]
         d = config.d_model
         keys = index * 2 * d  # where this layer's keys are in a KV position; its values follow them
@@ -113,7 +164,7 @@ class Decoder:
         ops.kv_scatter(
             self._gpu,
             rows.wide.offset(d * self._shape.itemsize),
-            table["self_spans"],
+            table["write_spans"],
             table["positions"],
             rows=rows.count,
             width=2 * d,
@@ -123,15 +174,19 @@ class Decoder:
             dtype=self._shape.dtype,
             stream=rows.stream,
         )
-        self._attend(rows, table["self_spans"], table["self_lengths"], 3 * d, keys)
+        self._attend(rows, table["self_spans"], table["self_lengths"], 3 * d, keys, **ancestry)
         rows.add_attention(layer.out)
         rows.norm(layer.cross_norm)
         rows.dense(rows.h, layer.cross_q, rows.wide, d)
+        if observe is not None:
+            observe(rows, index, table)
         self._attend(rows, table["cross_spans"], table["cross_lengths"], d, keys)
         rows.add_attention(layer.cross_out)
         rows.add_feed_forward(layer.ffn_norm, layer.fc1, layer.fc2, config.decoder_ffn_dim)
 
-    def _attend(self, rows: Rows, spans: DevicePtr, lengths: DevicePtr, q_stride: int, keys: int) -> None:
+    def _attend(
+        self, rows: Rows, spans: DevicePtr, lengths: DevicePtr, q_stride: int, keys: int, **ancestry: int
+    ) -> None:
         config = self._shape.config
         ops.decode_attention(
             self._gpu,
@@ -149,10 +204,11 @@ class Decoder:
             scale=config.decoder_head_dim**-0.5,
             dtype=self._shape.dtype,
             stream=rows.stream,
+            **ancestry,
         )
 
-    def _head(self, rows: Rows, lanes: int, depth: int, logits: DevicePtr) -> None:
-        """Multiply the last row of each feed, but no spare one, with the embedding: it is the output head as well."""
+    def _head(self, rows: Rows, count: int, depth: int, logits: DevicePtr) -> None:
+        """Multiply the last of each ``depth`` rows, ``count`` times, with the embedding: the output head as well."""
         shape = self._shape
         d = shape.config.d_model
         ops.linear(
@@ -161,7 +217,7 @@ class Decoder:
             self._weights.embedding,
             NULL,
             logits,
-            rows=lanes,
+            rows=count,
             n=shape.vocab,
             k=d,
             x_stride=depth * d,

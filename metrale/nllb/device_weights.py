@@ -39,6 +39,7 @@ from metrale.nllb.weights import (
 
 _EMBEDDING: Final = "embedding"
 _POSITIONS: Final = "position_table"
+CROSS_KV: Final = "decoder.cross_kv"
 _POSITION_ROWS: Final = 1024
 
 READ_BYTES: Final = 8 << 20
@@ -47,11 +48,43 @@ and clearing its pages then takes several times as long as reading the file."""
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """Addresses of what LoRA adapters add to one product, as `metrale.ops.lora_down` and `metrale.ops.lora_up` take it.
+
+    Attributes
+    ----------
+    ranks, scales : DevicePtr
+        int32 and float32 ``[slots, segments]``.
+    a : DevicePtr
+        ``[slots, segments, room, k]``.
+    b : DevicePtr
+        ``[slots, segments, room, width]``: each second matrix transposed.
+    slots, segments, room : int
+        Adapters; modules whose outputs lie side by side in the product; ranks that there is room for.
+    width : int
+        Outputs of one module.
+    """
+
+    ranks: DevicePtr
+    scales: DevicePtr
+    a: DevicePtr
+    b: DevicePtr
+    slots: int
+    segments: int
+    room: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class Dense:
-    """Addresses of a matrix ``[n, k]`` and its bias ``[n]``, or of a LayerNorm's two vectors."""
+    """Addresses of a matrix ``[n, k]`` and its bias ``[n]``, or of a LayerNorm's two vectors.
+
+    ``low_rank`` is what adapters add to the product, in a model that has room for adapters.
+    """
 
     weight: DevicePtr
     bias: DevicePtr
+    low_rank: LowRank | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +169,7 @@ def regions(config: NllbConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     blocks: dict[str, tuple[Affine, ...]] = {
         "encoder.norm": (ENCODER_NORM,),
         "decoder.norm": (DECODER_NORM,),
-        "decoder.cross_kv": tuple(cross_kv(config)),
+        CROSS_KV: tuple(cross_kv(config)),
     }
     for index in range(config.encoder_layers):
         for part, affines in _encoder_blocks(encoder_layer(index)).items():
@@ -232,5 +265,5 @@ def _addresses(arena: Arena, config: NllbConfig) -> DeviceWeights:
             for index in range(config.decoder_layers)
         ),
         decoder_norm=dense("decoder.norm"),
-        cross_kv=dense("decoder.cross_kv"),
+        cross_kv=dense(CROSS_KV),
     )

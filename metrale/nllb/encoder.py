@@ -38,15 +38,18 @@ class Encoder:
         stream : StreamLike
         """
         lengths = np.array([len(source) for source in sources])
+        adapters = np.repeat([span.adapter for span in spans], lengths)
         table = self._workspace.tables["encoder"].upload(
             stream,
             ids=np.concatenate(sources),
             positions=np.concatenate([np.arange(length) for length in lengths]),
             spans=np.repeat(np.array([int(span.ptr) for span in spans], dtype=np.uint64), lengths),
             offsets=np.concatenate([[0], np.cumsum(lengths)]),
+            adapters=adapters,
         )
         weights, config = self._weights, self._shape.config
         rows = Rows.of(self._gpu, self._shape, self._workspace, "encoder", int(lengths.sum()), stream)
+        rows = rows.adapted(table["adapters"], adapters)
         rows.embed(table["ids"], table["positions"], weights.embedding, weights.position_table)
         for layer in weights.encoder:
             rows.norm(layer.norm)
@@ -81,23 +84,11 @@ class Encoder:
     def _write_cross_kv(self, rows: Rows, spans: DevicePtr, positions: DevicePtr) -> None:
         """Compute keys and values of all decoder layers in one product, some rows at a time to bound the workspace."""
         shape = self._shape
-        d, width = shape.config.d_model, shape.kv_width
+        width = shape.kv_width
         for first in range(0, rows.count, CROSS_KV_ROWS):
             count = min(CROSS_KV_ROWS, rows.count - first)
-            ops.linear(
-                self._gpu,
-                rows.h.offset(first * d * shape.itemsize),
-                self._weights.cross_kv.weight,
-                self._weights.cross_kv.bias,
-                rows.wide,
-                rows=count,
-                n=width,
-                k=d,
-                dtype=shape.dtype,
-                workspace=rows.gemm.workspace,
-                workspace_bytes=rows.gemm.workspace_bytes,
-                stream=rows.stream,
-            )
+            some = rows.part(first, count)
+            some.dense(some.h, self._weights.cross_kv, some.wide, width)
             ops.kv_scatter(
                 self._gpu,
                 rows.wide,

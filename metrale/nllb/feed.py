@@ -4,29 +4,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.streams import StreamLike
 from metrale.checks import integer
 from metrale.errors import InvalidInput
 from metrale.model import GREEDY, FeedSource, RowMask, SamplingParams, SequenceState
-from metrale.nllb.checks import token_id, token_ids
+from metrale.nllb.admission import given_len
+from metrale.nllb.checks import pinned_results, require_event, token_id
 from metrale.nllb.decoder import Feed
-from metrale.nllb.limits import ModelShape
+from metrale.nllb.limits import WORD_ROOM, ModelShape
 from metrale.nllb.logits import LogitsRows
 from metrale.nllb.passes import Copy, Passes
-from metrale.nllb.staging import Ring
+from metrale.nllb.slot_rules import SlotRules
 from metrale.nllb.workspace import Workspace, feed_state
-from metrale.ops.sample import BANNED, COUNT_COLUMNS, KEEP, LOGPROB, SETTING_COLUMNS, SUPPRESS, sample
+from metrale.ops.processing import adjusts
+from metrale.ops.sample import COUNT_COLUMNS, KEEP, LOGPROB, SETTING_COLUMNS, sample
 
-_UPLOADS_AHEAD: Final = 4
-_LENGTH, _NGRAM, _MODE, _MASK, _CELL = map(COUNT_COLUMNS.index, ("length", "ngram", "mode", "mask0", "cell"))
+_LENGTH, _NGRAM, _MODE, _MASK, _CELL, _FORCED = map(
+    COUNT_COLUMNS.index, ("length", "ngram", "mode", "mask0", "cell", "forced")
+)
 _PENALTY: Final = SETTING_COLUMNS.index("penalty")
 
 
@@ -44,16 +45,24 @@ class TokenFeed:
     logits : LogitsRows
     passes : Passes
         Whose feeding turn orders this.
+    rules : SlotRules
     """
 
     def __init__(
-        self, gpu: GpuBackend, shape: ModelShape, space: Workspace, logits: LogitsRows, passes: Passes
+        self,
+        gpu: GpuBackend,
+        shape: ModelShape,
+        space: Workspace,
+        logits: LogitsRows,
+        passes: Passes,
+        rules: SlotRules,
     ) -> None:
         self._gpu = gpu
         self._shape = shape
         self._space = space
         self._logits = logits
         self._passes = passes
+        self._rules = rules
         slots = shape.limits.max_batch
         self._capacity = shape.limits.target_positions
         self._greedy_rows = 0  # rows of the last argmax
@@ -62,18 +71,8 @@ class TokenFeed:
         self._counts = np.zeros((slots, len(COUNT_COLUMNS)), dtype=np.int32)
         self._settings = np.zeros((slots, len(SETTING_COLUMNS)), dtype=np.float32)
         self._seeds = np.zeros(slots, dtype=np.uint64)
-        with ExitStack() as undo:
-            for name, size in feed_state(shape).items():
-                gpu.memset(space[name], 0, size)
-            self._ban_ring = Ring(gpu, 2 * shape.ban_words * 4, _UPLOADS_AHEAD)
-            undo.callback(self._ban_ring.free)
-            self._history_ring = Ring(gpu, self._capacity * 4, _UPLOADS_AHEAD)
-            undo.callback(self._history_ring.free)
-            self._teardown = undo.pop_all()
-
-    def free(self) -> None:
-        """Free what is not the workspace's. Work that is enqueued may still use it."""
-        self._teardown.close()
+        for name, size in feed_state(shape).items():
+            gpu.memset(space[name], 0, size)
 
     # cells
 
@@ -101,50 +100,23 @@ class TokenFeed:
 
     def begin(self, seq: SequenceState, params: SamplingParams, stream: StreamLike) -> None:
         """Set how the ids of a prefilled sequence are chosen, and tell the device what it must know for that."""
-        if not isinstance(params, SamplingParams):
-            raise InvalidInput("params", "a SamplingParams", params)
-        if params.min_new_tokens and not params.eos_ids:
-            raise InvalidInput("params.eos_ids", "the ids that min_new_tokens withholds", ())
-        for name in ("banned_ids", "eos_ids"):
-            for index, token in enumerate(getattr(params, name)):
-                token_id(f"{name}[{index}]", token, self._shape.vocab)
-        banned, suppressed = bool(params.banned_ids), params.suppresses_eos
-        self._passes.refuse_capture(stream)
-        history = token_ids("seq.tokens", seq.tokens, self._shape.vocab)
-        self._passes.decoding.wait(stream)  # a step may still write the history of the slot's former owner
-        with self._passes.feeding.use(stream):
-            if banned or suppressed:
-                self._send_bans(params, seq.slot_idx, stream)
-            if params.needs_history:
-                self._send_history(history, seq.slot_idx, stream)
+        self._rules.check(params)
+        self._rules.send(seq, params, stream)
         self._set(seq, seq.slot_idx, params)
 
     def _set(self, seq: SequenceState, slot: int, params: SamplingParams) -> None:
-        mode = (BANNED if params.banned_ids else 0) | (KEEP if params.needs_history else 0)
-        top_k = min(params.top_k, self._shape.vocab)
-        self._counts[slot] = (slot, 0, top_k, params.no_repeat_ngram_size, mode, -1, -1, self._shape.logits_rows + slot)
+        mode = self._rules.mode(params, withhold_eos=False) | (KEEP if params.needs_history else 0)
+        top_k, cell = min(params.top_k, self._shape.vocab), self._shape.logits_rows + slot
+        self._counts[slot] = (slot, 0, top_k, params.no_repeat_ngram_size, mode, -1, -1, cell, -1)
         self._settings[slot] = (params.temperature, params.top_p, params.min_p, params.repetition_penalty)
         self._seeds[slot] = params.seed
         self._owners[slot] = (seq, params)
         self._sampled.pop(slot, None)
 
-    def _send_bans(self, params: SamplingParams, slot: int, stream: StreamLike) -> None:
-        words = self._shape.ban_words
-        planes = self._ban_ring.slots[self._ban_ring.take()].view(np.uint32).reshape(2, words)
-        planes.fill(0)
-        for plane, ids in zip(planes, (params.banned_ids, params.eos_ids), strict=True):
-            tokens = np.array(ids, dtype=np.uint32)
-            np.bitwise_or.at(plane, tokens // 32, np.uint32(1) << tokens % 32)
-        self._ban_ring.send(self._space["feed.bans"].offset(slot * planes.nbytes), stream)
-
-    def _send_history(self, tokens: Sequence[int], slot: int, stream: StreamLike) -> None:
-        history = self._history_ring.slots[self._history_ring.take()].view(np.int32)
-        history[: len(tokens)] = tokens
-        history[len(tokens) :] = 0
-        self._history_ring.send(self._space["feed.history"].offset(slot * history.nbytes), stream)
-
     def fed_history(self, feeds: Sequence[Feed], seqs: Sequence[SequenceState]) -> list[Copy]:
         """Return the copies that put a step's ids into the histories, but for ids that `sample` has put there."""
+        if not any(params.needs_history for _, params in self._owners.values()):
+            return []  # so it is as a rule, and a step may have many rows
         ids, cells = self._space.tables["decoder"].places["ids"], self._space["feed.cells"]
         copies = []
         for row, (feed, seq) in enumerate(zip(feeds, seqs, strict=True)):
@@ -193,38 +165,48 @@ class TokenFeed:
         logprobs: bool,
     ) -> None:
         """See `metrale.model.ModelDeviceFeed.sample_batch_to_feed`. The sequences have been checked."""
-        self._check_dst(dst, (3, len(seqs)))
+        pinned_results(dst, (3, len(seqs)))
         for seq in seqs:
             if self._owners.get(seq.slot_idx, (None,))[0] is not seq:
                 self._set(seq, seq.slot_idx, GREEDY)
         slots = [seq.slot_idx for seq in seqs]
-        lengths = np.array([seq.seq_len for seq in seqs])
         counts = self._counts[slots]
-        counts[:, _LENGTH] = lengths
-        short = [self._withholds_eos(slot, length) for slot, length in zip(slots, lengths, strict=True)]
-        counts[:, _MODE] |= np.where(short, SUPPRESS, 0) | (LOGPROB if logprobs else 0)
+        counts[:, _LENGTH] = [seq.seq_len for seq in seqs]
+        counts[:, _MODE] |= LOGPROB if logprobs else 0
+        for row, seq in zip(counts, seqs, strict=True):
+            params = self._owners[seq.slot_idx][1]
+            count = seq.seq_len - given_len(seq.prompt_len)  # ids that were generated so far
+            row[_MODE] |= self._rules.mode(params, withhold_eos=count < params.min_new_tokens)
+            if params.forced_eos_id is not None and count + 1 == params.max_new_tokens:
+                row[_FORCED] = params.forced_eos_id
         self._choose(logits, counts, self._settings[slots], self._seeds[slots], dst, event, stream)
         for seq in seqs:
             self._sampled[seq.slot_idx] = seq
 
-    def _withholds_eos(self, slot: int, length: int) -> bool:
-        """Return whether EOS is withheld at this length, of which the start token was not generated."""
-        params = self._owners[slot][1]
-        return params.suppresses_eos and length - 1 < params.min_new_tokens
+    def score(self, logits: int, ids: Sequence[int], dst: NDArray[Any], event: int, stream: StreamLike) -> None:
+        """Enqueue the log-probability of ``ids[i]`` in row ``i`` from ``logits``, under the unprocessed logits.
+
+        ``dst`` is as for `sample`. Nothing is kept.
+        """
+        pinned_results(dst, (3, len(ids)))
+        counts = np.zeros((len(ids), len(COUNT_COLUMNS)), dtype=np.int32)
+        counts[:, _MODE], counts[:, _FORCED] = LOGPROB, ids
+        counts[:, _CELL] = counts[:, _MASK] = counts[:, _MASK + 1] = -1
+        self._choose(logits, counts, *_plain(len(ids)), dst, event, stream)
 
     def argmax(self, logits: int, masks: Sequence[RowMask], dst: NDArray[Any], event: int, stream: StreamLike) -> None:
         """See `metrale.model.ModelDeviceFeed.argmax_batch_to_feed`."""
-        self._check_dst(dst, (len(masks),))
+        pinned_results(dst, (len(masks),))
         counts = np.zeros((len(masks), len(COUNT_COLUMNS)), dtype=np.int32)
         counts[:, _MASK : _MASK + RowMask.MAX_IDS] = -1
         counts[:, _CELL] = np.arange(len(masks))
+        counts[:, _FORCED] = -1
         for index, mask in enumerate(masks):
             if not isinstance(mask, RowMask):
                 raise InvalidInput(f"masks[{index}]", "a RowMask", mask)
             for place, token in enumerate(mask.banned):
                 counts[index, _MASK + place] = token_id(f"masks[{index}].banned", token, self._shape.vocab)
-        settings = np.broadcast_to(np.array([0, 1, 0, 1], dtype=np.float32), (len(masks), 4))
-        self._choose(logits, counts, settings, np.zeros(len(masks), dtype=np.uint64), dst, event, stream)
+        self._choose(logits, counts, *_plain(len(masks)), dst, event, stream)
         self._greedy_rows = len(masks)
 
     def _choose(
@@ -240,12 +222,9 @@ class TokenFeed:
         shape, space, arena = self._shape, self._space, self._logits.arena
         rows = len(counts)
         self._logits.index(logits, rows)
-        try:
-            self._gpu.event_query(event)  # one that is not live is refused before anything is enqueued
-        except (TypeError, ValueError):
-            raise InvalidInput("event", "an event of this model", event) from None
+        require_event(self._gpu, event)
         results = space["feed.results"]
-        adjusted = counts[:, _MODE] & (BANNED | SUPPRESS) | (counts[:, _NGRAM] > 0) | (settings[:, _PENALTY] != 1)
+        adjusted = adjusts(counts[:, _NGRAM], counts[:, _MODE], settings[:, _PENALTY])
         passes = self._passes
         passes.refuse_capture(stream)
         passes.decoding.wait(stream)
@@ -261,6 +240,7 @@ class TokenFeed:
                 table["settings"],
                 table["seeds"],
                 space["feed.bans"],
+                space["feed.words"],
                 space["feed.history"],
                 space["feed.cells"],
                 results,
@@ -271,6 +251,7 @@ class TokenFeed:
                 stride=arena.row_elements,
                 slot_count=shape.limits.max_batch,
                 words=shape.ban_words,
+                word_room=WORD_ROOM,
                 capacity=self._capacity,
                 cell_count=shape.feed_cells,
                 adjust=bool(adjusted.any()),
@@ -280,17 +261,8 @@ class TokenFeed:
             self._gpu.copy_d2h_async(results, dst, stream)
             self._gpu.record_event(event, stream)
 
-    @staticmethod
-    def _check_dst(dst: object, shape: tuple[int, ...]) -> None:
-        itemsize = dtypes.itemsize("i32")
-        if (
-            not isinstance(dst, np.ndarray)
-            or dst.shape != shape
-            or dst.dtype.kind not in "iu"
-            or dst.dtype.itemsize != itemsize
-            or not dst.dtype.isnative
-            or not dst.flags.c_contiguous
-            or not dst.flags.writeable
-        ):
-            got = f"{getattr(dst, 'dtype', type(dst).__name__)} {getattr(dst, 'shape', '')}"
-            raise InvalidInput("dst", f"a writable contiguous array of 32-bit integers of shape {shape}", got)
+
+def _plain(rows: int) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
+    """Return settings and seeds of rows that draw nothing."""
+    settings = np.broadcast_to(np.array([0, 1, 0, 1], dtype=np.float32), (rows, len(SETTING_COLUMNS)))
+    return settings, np.zeros(rows, dtype=np.uint64)

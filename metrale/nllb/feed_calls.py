@@ -27,15 +27,16 @@ class FeedCalls(ForwardCalls):
     def decode_batch_fed(
         self, sources: Sequence[FeedSource], seqs: Sequence[SequenceState], stream: StreamLike = 0
     ) -> DevicePtr:
-        """Run one step whose row ``i`` takes its id from ``sources[i]``. Raises as `decode_batch` does.
+        """Run one step whose sequences take their ids from ``sources``. Raises as `decode_batch` does.
 
-        InvalidInput also when no id has been chosen for a source.
+        InvalidInput also when no id has been chosen for a source. Rows are in the order of the sequences, each of which
+        has one, or one for each beam when it is searched with beams.
         """
         with self._lock:
             self._check_open()
             self._check_lanes("sources", len(sources), seqs)
-            feeds = self._fed(sources, seqs)
-            return self._passes.decode(feeds, stream, self._feed.fed_history(feeds, seqs))
+            feeds, owners = self._fed(sources, seqs)
+            return self._passes.decode(feeds, stream, self._feed.fed_history(feeds, owners))
 
     def mixed_forward_batch_fed(
         self,
@@ -47,18 +48,28 @@ class FeedCalls(ForwardCalls):
         with self._lock:
             self._check_open()
             feeds: list[Feed] = []
+            owners: list[SequenceState] = []
             if len(sources) or len(decode_seqs):
                 self._check_lanes("sources", len(sources), decode_seqs)
-                feeds = self._fed(sources, decode_seqs)
-            return self._mixed(feeds, decode_seqs, prefill_streams, len(feeds), 0, stream)
+                feeds, owners = self._fed(sources, decode_seqs)
+            return self._mixed(feeds, owners, prefill_streams, len(feeds), 0, stream)
 
-    def _fed(self, sources: Sequence[FeedSource], seqs: Sequence[SequenceState]) -> list[Feed]:
+    def _fed(
+        self, sources: Sequence[FeedSource], seqs: Sequence[SequenceState]
+    ) -> tuple[list[Feed], list[SequenceState]]:
+        """Return what each row of a fed step feeds, and the sequence that it belongs to."""
         spans = [self._admission.decodable(seq) for seq in seqs]
-        feeds = []
+        feeds: list[Feed] = []
+        owners: list[SequenceState] = []
         for index, (source, seq, span) in enumerate(zip(sources, seqs, spans, strict=True)):
-            cell = self._feed.cell(source, seq, f"sources[{index}]")
-            feeds.append(Feed((source.token or 0,), seq.seq_len, span, cell))
-        return feeds
+            argument = f"sources[{index}]"
+            if self._beams.searches(seq):
+                feeds += self._beams.feeds(source, seq, span, argument)
+            else:
+                cell = self._feed.cell(source, seq, argument)
+                feeds.append(Feed((source.token or 0,), seq.seq_len, span, cell))
+            owners += [seq] * (len(feeds) - len(owners))
+        return feeds, owners
 
     def argmax_batch_to_feed(
         self,
@@ -79,6 +90,7 @@ class FeedCalls(ForwardCalls):
             self._admission.prefilled("begin_sampling", seq)
             if len(seq.tokens) != seq.seq_len:
                 raise SequenceError(f"begin_sampling: the tokens of the sequence in slot {seq.slot_idx} are not known")
+            self._beams.refuse("begin_sampling", seq)
             self._feed.begin(seq, params, stream)
 
     def sample_batch_to_feed(
@@ -96,6 +108,7 @@ class FeedCalls(ForwardCalls):
             integer("seqs: length", len(seqs), 1)
             for seq in seqs:
                 self._admission.prefilled("sample_batch_to_feed", seq)
+                self._beams.refuse("sample_batch_to_feed", seq)
             self._admission.check_distinct(seqs, "seqs")
             self._feed.sample(logits, seqs, dst, event, stream, logprobs)
 

@@ -11,7 +11,7 @@ from gpu_runtime.streams import StreamLike
 from metrale.checks import integer
 from metrale.errors import InvalidInput
 from metrale.model import MixedBatchResult, MixedForwardResult, PrefillSlice, SequenceState
-from metrale.nllb.admission import PREFIX_LEN, Prompt
+from metrale.nllb.admission import Prompt
 from metrale.nllb.checks import token_id, token_ids
 from metrale.nllb.core import NllbCore
 from metrale.nllb.decoder import Feed
@@ -147,7 +147,10 @@ class ForwardCalls(NllbCore):
     ) -> MixedBatchResult:
         """Check the prefill part and enqueue both; either may be empty. The decode part has been checked."""
         prompts = self._prompts(streams, row_base)
-        self._admission.check_distinct([*seqs, *(one.seq for one in prompts)], "seqs, streams" if feeds else "streams")
+        decoded = {id(seq): seq for seq in seqs}.values()  # one with beams has several rows
+        self._admission.check_distinct(
+            [*decoded, *(one.seq for one in prompts)], "seqs, streams" if feeds else "streams"
+        )
         if feeds:
             copies = self._feed.fed_history(feeds, seqs)
             result = MixedBatchResult(*self._passes.mixed(feeds, copies, decode_stream, prompts, row_base, stream))
@@ -184,6 +187,8 @@ class ForwardCalls(NllbCore):
         ids = token_ids(argument, tokens, self.shape.vocab)
         self._check_lanes(argument, len(ids), seqs)
         spans = [self._admission.decodable(seq) for seq in seqs]
+        for seq in seqs:
+            self._beams.refuse("decode", seq)  # the ids of beams are on the device alone
         return [Feed((token,), seq.seq_len, span) for token, seq, span in zip(ids, seqs, spans, strict=True)]
 
     def _check_lanes(self, argument: str, count: int, seqs: Sequence[SequenceState]) -> None:
@@ -195,9 +200,10 @@ class ForwardCalls(NllbCore):
 
     def _note_prefilled(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:
-            prompt.seq.tokens = [self.config.generation.decoder_start_token_id, prompt.target]
-            prompt.seq.seq_len = prompt.seq.prompt_len = PREFIX_LEN
+            prompt.seq.tokens = list(prompt.prefix)
+            prompt.seq.seq_len = prompt.seq.prompt_len = len(prompt.prefix)
             self._feed.forget(prompt.seq)
+            self._beams.forget(prompt.seq)
 
     @staticmethod
     def _note_decoded(feeds: Sequence[Feed], seqs: Sequence[SequenceState]) -> None:

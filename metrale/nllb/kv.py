@@ -31,8 +31,13 @@ class Span:
     position_bytes : int
     source_len : int
         Source positions written; 0 before prefill.
+    adapter : int
+        Slot of the adapter that its keys and values were made with, or -1.
     fresh : bool
         Whether no decode step has come after the prefill, or the copy, that filled it.
+    beams, beam_positions : int
+        How many beams there are, and the target positions of each, one beam's after the other's at the end of the span.
+        Without beams, ``beam_positions`` is 0, and the one target takes what the source leaves.
     """
 
     first: int
@@ -40,12 +45,14 @@ class Span:
     ptr: DevicePtr
     position_bytes: int
     source_len: int = 0
+    adapter: int = -1
     fresh: bool = False
+    beams: int = 1
+    beam_positions: int = 0
 
-    @property
-    def target_ptr(self) -> DevicePtr:
-        """Address of the first target position."""
-        return self.ptr.offset(self.source_len * self.position_bytes)
+    def target(self, beam: int = 0) -> int:
+        """Return the address of a beam's first target position: a plain int, as steps ask for many of them."""
+        return int(self.ptr) + (self.source_len + beam * self.beam_positions) * self.position_bytes
 
 
 class KvPool:

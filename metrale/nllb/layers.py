@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+from numpy.typing import NDArray
 
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale import ops
-from metrale.nllb.device_weights import Dense
+from metrale.nllb.device_weights import Dense, LowRank
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.workspace import GemmSpace, Workspace
 
@@ -36,6 +38,10 @@ class Rows:
         Workspace of the products.
     count : int
     stream : StreamLike
+    low : DevicePtr
+        What adapters' products hold between their two halves, float32; NULL in a model without room for adapters.
+    adapters : DevicePtr
+        The slot of each row's adapter, int32 ``[count]``, -1 for none; NULL when no row has one.
     """
 
     gpu: GpuBackend
@@ -46,6 +52,8 @@ class Rows:
     gemm: GemmSpace
     count: int
     stream: StreamLike
+    low: DevicePtr
+    adapters: DevicePtr = DevicePtr.NULL
 
     @classmethod
     def of(
@@ -53,7 +61,21 @@ class Rows:
     ) -> Rows:
         """Return the activations of one side of the model (``"encoder"``, ``"prefix"`` or ``"decoder"``)."""
         x, h, wide = (space[f"{side}.{name}"] for name in ("x", "h", "wide"))
-        return cls(gpu, shape, x, h, wide, space.gemm[side], count, stream)
+        low = space[f"{side}.low"] if shape.limits.max_adapters else DevicePtr.NULL
+        return cls(gpu, shape, x, h, wide, space.gemm[side], count, stream, low)
+
+    def adapted(self, column: DevicePtr, slots: NDArray[Any]) -> Self:
+        """Return the rows with their adapters: ``slots``, which the device finds at ``column``.
+
+        Where no row has one, the products are those of the base model, launch for launch.
+        """
+        return replace(self, adapters=column) if (slots >= 0).any() else self
+
+    def part(self, first: int, count: int) -> Self:
+        """Return some of the rows, with ``h`` from row ``first`` on and the whole of ``wide``."""
+        h = self.h.offset(first * self.shape.config.d_model * self.shape.itemsize)
+        adapters = self.adapters if self.adapters.is_null else self.adapters.offset(4 * first)
+        return replace(self, h=h, count=count, adapters=adapters)
 
     def embed(self, ids: int, positions: int, table: int, position_table: int, **cells: int) -> None:
         """Fill ``x`` with the embeddings of ``ids`` at ``positions``; ``cells`` are those of the op."""
@@ -102,6 +124,8 @@ class Rows:
         residual: bool = False,
     ) -> None:
         """Multiply ``source`` (``[count, k]``; ``k`` is ``d`` when None) into ``out`` (``[count, n]``)."""
+        k = self.shape.config.d_model if k is None else k
+        low_rank = None if self.adapters.is_null else weights.low_rank
         ops.linear(
             self.gpu,
             source,
@@ -110,12 +134,49 @@ class Rows:
             out,
             rows=self.count,
             n=n,
-            k=self.shape.config.d_model if k is None else k,
+            k=k,
             dtype=self.shape.dtype,
-            activation=activation,
+            activation=activation if low_rank is None else "none",
             residual=residual,
             workspace=self.gemm.workspace,
             workspace_bytes=self.gemm.workspace_bytes,
+            stream=self.stream,
+        )
+        if low_rank is not None:
+            self._add_low_rank(source, low_rank, out, k, activation)
+
+    def _add_low_rank(self, source: DevicePtr, weights: LowRank, out: DevicePtr, k: int, activation: str) -> None:
+        """Add what the rows' adapters give to the product ``out`` of ``source``, and apply the activation to all."""
+        sizes = {
+            "rows": self.count,
+            "segments": weights.segments,
+            "room": weights.room,
+            "adapter_count": weights.slots,
+        }
+        ops.lora_down(
+            self.gpu,
+            source,
+            self.adapters,
+            weights.ranks,
+            weights.a,
+            self.low,
+            **sizes,
+            k=k,
+            dtype=self.shape.dtype,
+            stream=self.stream,
+        )
+        ops.lora_up(
+            self.gpu,
+            self.low,
+            self.adapters,
+            weights.ranks,
+            weights.scales,
+            weights.b,
+            out,
+            **sizes,
+            width=weights.width,
+            activation=activation,
+            dtype=self.shape.dtype,
             stream=self.stream,
         )
 

@@ -8,7 +8,7 @@ from typing import BinaryIO
 import numpy as np
 
 from metrale.checks import integer
-from metrale.errors import SequenceError
+from metrale.errors import InvalidInput, SequenceError
 from metrale.model import Capacity, SequenceState
 from metrale.nllb.admission import FRAME_LEN, PREFIX_LEN
 from metrale.nllb.core import NllbCore
@@ -47,13 +47,15 @@ class LifecycleCalls(NllbCore):
         Raises
         ------
         SequenceError
-            When ``seq`` is not live, or another live sequence holds ``new_slot``: free or detach that first.
+            When ``seq`` is not live, has several beams or is searched, or when another live sequence holds
+            ``new_slot``: free or detach that first.
         InvalidInput
             When there is no such slot.
         """
         with self._lock:
             self._check_open()
             slot = self._table.vacant(seq, new_slot)
+            self._beams.refuse("compact_sequence", seq)
             if slot != seq.slot_idx:
                 self._feed.move(seq, slot)
                 self._table.move(seq, slot)
@@ -78,31 +80,36 @@ class LifecycleCalls(NllbCore):
         Raises
         ------
         SequenceError
-            When ``seq`` is not live, has not been prefilled, or has tokens that are not known yet (those of fed steps
-            that have not been appended).
+            When ``seq`` is not live, has not been prefilled, comes from `alloc_beams`, or has tokens that are not known
+            yet (those of fed steps that have not been appended).
         """
         with self._lock:
             self._check_open()
             span = self._admission.prefilled("save_sequence_state", seq)
+            if span.beam_positions:
+                raise SequenceError(f"save_sequence_state: the sequence in slot {seq.slot_idx} has beams")
             if len(seq.tokens) != seq.seq_len:
                 raise SequenceError(f"save_sequence_state: not all tokens of slot {seq.slot_idx}'s sequence are known")
             kv = np.empty((span.source_len + seq.seq_len) * self.shape.position_bytes, dtype=np.uint8)
             self._passes.await_span(span, 0)
             self.gpu.copy_d2h_on_stream(span.ptr, kv)
             languages = seq.src_lang_id, seq.tgt_lang_id
-            saved = SavedSequence(list(seq.tokens), seq.prompt_len, *languages, span.source_len, kv.tobytes())
+            adapter = self._adapters.digest(span.adapter)
+            saved = SavedSequence(list(seq.tokens), seq.prompt_len, *languages, span.source_len, adapter, kv.tobytes())
         saved.write(self.shape, writer)
 
     def restore_sequence_state(self, seq: SequenceState, num_blocks: int, reader: BinaryIO) -> None:
         """Read back what `save_sequence_state` wrote, of this model or another of the same layout.
 
         The copy to the device is enqueued, and the next forward comes after it. How ids are chosen is not part of the
-        state: `begin_sampling` sets it again.
+        state: `begin_sampling` sets it again. Nor is the adapter, but for what tells it apart: the slot where it is
+        resident, now and here, is ``seq.adapter_slot``.
 
         Raises
         ------
         InvalidInput
-            When ``num_blocks`` is not 0, or the bytes are damaged or of another layout. ``seq`` is as it was.
+            When ``num_blocks`` is not 0, the bytes are damaged or of another layout, or ``seq.adapter_slot`` has
+            another adapter than the one that the keys and values were made with. ``seq`` is as it was.
         SequenceError
             When ``seq`` is not live, not fresh, or too small for the state.
         """
@@ -112,7 +119,7 @@ class LifecycleCalls(NllbCore):
             self._table.span(seq)
             saved = SavedSequence.read(self.shape, reader)  # first: the reader may be somebody's code
             span = self._table.span(seq)
-            if seq.seq_len:
+            if seq.seq_len or span.beam_positions:
                 raise SequenceError(f"restore_sequence_state: the sequence in slot {seq.slot_idx} is in use already")
             needed = saved.source_len + len(saved.tokens)
             if needed > span.positions:
@@ -120,8 +127,11 @@ class LifecycleCalls(NllbCore):
                     f"restore_sequence_state: the state has {needed} tokens, and the sequence in slot {seq.slot_idx} "
                     f"was allocated for {span.positions}"
                 )
+            if self._adapters.digest(seq.adapter_slot) != saved.adapter:
+                what = "the slot of the adapter that made the state" if saved.adapter else "-1, as no adapter made it"
+                raise InvalidInput("adapter_slot", what, seq.adapter_slot)
             self._passes.fill(span, saved.kv, 0)
-            span.source_len = saved.source_len
+            span.source_len, span.adapter = saved.source_len, seq.adapter_slot
             seq.tokens, seq.seq_len, seq.prompt_len = saved.tokens, len(saved.tokens), saved.prompt_len
             seq.src_lang_id, seq.tgt_lang_id = saved.src_lang_id, saved.tgt_lang_id
 
@@ -136,6 +146,7 @@ class LifecycleCalls(NllbCore):
             eos_ids=frozenset(self.config.generation.eos_token_id),
             needs_src_lang=self.languages.source is None,
             needs_tgt_lang=self.languages.target is None,
+            max_beams=self.shape.most_beams,
         )
 
     def device_bytes(self) -> int:

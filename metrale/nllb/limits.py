@@ -9,10 +9,16 @@ from typing import Final
 from gpu_runtime import dtypes
 from gpu_runtime.arena import LogitsArena
 from metrale.checks import integer
-from metrale.model import BATCH_LADDER, padded_batch_n
+from metrale.model import BATCH_LADDER, MAX_BEAMS, padded_batch_n
 from metrale.nllb.config import NllbConfig
 
 _MOST_ENCODER_TOKENS: Final = 16384
+
+WORD_ROOM: Final = 1024
+"""Ints of a slot's table of bad words: two, and for each word its ids and one more."""
+MOST_ADAPTERS: Final = 4096
+MOST_RANK: Final = 4096
+"""Above these a pool of adapters has no use, and its sizes leave what a kernel counts with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,10 @@ class ServingLimits:
         sequences can have, but at most 16,384 (or ``max_source_len``, if that is more).
     kv_bytes : int or None
         Bytes of the KV pool. None: what ``max_batch`` sequences at the limits need.
+    max_adapters : int
+        LoRA adapters that may be resident at once; 0: none, and no memory for them.
+    max_lora_rank : int
+        The largest rank of an adapter's module that there is room for.
 
     Raises
     ------
@@ -44,6 +54,8 @@ class ServingLimits:
     max_new_tokens: int = 256
     max_encoder_tokens: int | None = None
     kv_bytes: int | None = None
+    max_adapters: int = 0
+    max_lora_rank: int = 64
 
     def __post_init__(self) -> None:
         least = {"max_batch": 1, "max_source_len": 2, "max_new_tokens": 2, "kv_bytes": 1}  # 2: language and EOS
@@ -51,6 +63,8 @@ class ServingLimits:
             value = getattr(self, name)
             if value is not None or name in ("max_batch", "max_source_len", "max_new_tokens"):
                 object.__setattr__(self, name, integer(name, value, low))
+        for name, low, high in (("max_adapters", 0, MOST_ADAPTERS), ("max_lora_rank", 1, MOST_RANK)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), low, high))
 
     @property
     def target_positions(self) -> int:
@@ -145,6 +159,11 @@ class ModelShape:
     def feed_cells(self) -> int:
         """Ids that wait on the device to be fed: one for each logits row, then one for each slot."""
         return self.logits_rows + self.limits.max_batch
+
+    @property
+    def most_beams(self) -> int:
+        """Beams of the widest search: each takes a slot."""
+        return min(MAX_BEAMS, self.limits.max_batch)
 
     @property
     def ban_words(self) -> int:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from metrale.nllb.feed_calls import FeedCalls
+from metrale.nllb.adapter_calls import AdapterCalls
 from metrale.nllb.lifecycle_calls import LifecycleCalls
 from metrale.nllb.logits_calls import LogitsCalls
+from metrale.nllb.scoring import ScoringCalls
 from metrale.nllb.stream_calls import StreamCalls
 
 
-class NllbModel(LifecycleCalls, FeedCalls, LogitsCalls, StreamCalls):
+class NllbModel(LifecycleCalls, ScoringCalls, LogitsCalls, AdapterCalls, StreamCalls):
     """A translation model on one device.
 
     Calls from several threads are served one at a time; threads that share rows or slots hold `exclusive` over a step

@@ -14,7 +14,7 @@ from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.errors import NotSupported
 from metrale.nllb.admission import Prompt
-from metrale.nllb.decoder import Decoder, Feed
+from metrale.nllb.decoder import Decoder, Feed, Observer
 from metrale.nllb.device_weights import DeviceWeights
 from metrale.nllb.encoder import Encoder
 from metrale.nllb.kv import Span
@@ -52,6 +52,8 @@ class Passes:
     ----------
     hidden : DevicePtr
         The latest pass' hidden rows after the final norm.
+    attention_space : DevicePtr
+        Memory that the prefill side has to spare while the decoder runs there; `attention_rows` says for how much.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Passes:
         self._prefix = Decoder(gpu, shape, weights, space, "prefix")
         self._decoder = Decoder(gpu, shape, weights, space, "decoder")
         self.hidden = self._decoder.hidden
+        self.attention_space = space["encoder.wide"]
 
     def decode(self, feeds: Sequence[Feed], stream: StreamLike, copies: Sequence[Copy] = ()) -> DevicePtr:
         """Enqueue one step, feed ``i`` into row ``i``, then ``copies``, and return the address of row 0."""
@@ -121,6 +124,27 @@ class Passes:
         self.decoding.wait(stream)
         return base, ptrs
 
+    def encode(self, prompts: list[Prompt], stream: StreamLike) -> None:
+        """Enqueue the encoding of ``prompts``, whose targets are then fed by `force`."""
+        self.refuse_capture(stream)
+        self._await_readers(stream)
+        with self.prefilling.use(stream):
+            self._encode(prompts, stream)
+
+    def force(self, feed: Feed, stream: StreamLike, observe: Observer | None = None) -> DevicePtr:
+        """Enqueue a pass over given ids, at most ``prefix_rows``, and return the address of the first one's logits.
+
+        They take the rows from 0 on.
+        """
+        self.refuse_capture(stream)
+        self._await_readers(stream)
+        base = self._logits.arena.base
+        with self.prefilling.use(stream):
+            self._prefix.run([feed], base, stream, of_all=True, observe=observe)
+        self._logits.written(self.prefilling, 0, len(feed.ids))
+        self.hidden = self._prefix.hidden
+        return base
+
     def fill(self, span: Span, data: bytes, stream: StreamLike) -> None:
         """Enqueue the writing of ``data`` to the start of ``span``, as a prefill would write it."""
         self.refuse_capture(stream)
@@ -139,19 +163,42 @@ class Passes:
         self.feeding.wait(stream)
 
     def _prefill(self, prompts: list[Prompt], row: int, stream: StreamLike) -> list[DevicePtr]:
-        start = self._shape.config.generation.decoder_start_token_id
         with self.prefilling.use(stream):
-            for prompt in prompts:
-                if prompt.seq.seq_len:  # its KV is about to be overwritten: empty, should the device fail half way
-                    prompt.seq.tokens, prompt.seq.seq_len, prompt.seq.prompt_len = [], 0, 0
-                prompt.span.source_len, prompt.span.fresh = len(prompt.source), True
-            for group in self._encoder_groups(prompts):
-                self._encoder.run([one.source for one in group], [one.span for one in group], stream)
-            feeds = [Feed((start, prompt.target), 0, prompt.span) for prompt in prompts]
-            self._prefix.run(feeds, self._logits.arena.row(row), stream)
+            self._encode(prompts, stream)
+            first = 0
+            for group in self._prefix_groups(prompts):
+                self._feed_prefixes(group, self._logits.arena.row(row + first), stream)
+                first += len(group)
         self._logits.written(self.prefilling, row, len(prompts))
         self.hidden = self._prefix.hidden
         return [self._logits.arena.row(row + index) for index in range(len(prompts))]
+
+    def _encode(self, prompts: Sequence[Prompt], stream: StreamLike) -> None:
+        for prompt in prompts:
+            if prompt.seq.seq_len:  # its KV is about to be overwritten: empty, should the device fail half way
+                prompt.seq.tokens, prompt.seq.seq_len, prompt.seq.prompt_len = [], 0, 0
+            prompt.span.source_len, prompt.span.fresh = len(prompt.source), True
+            prompt.span.adapter = prompt.seq.adapter_slot
+        for group in self._encoder_groups(prompts):
+            self._encoder.run([one.source for one in group], [one.span for one in group], stream)
+
+    def _feed_prefixes(self, prompts: Sequence[Prompt], logits: DevicePtr, stream: StreamLike) -> None:
+        """Enqueue decoder passes over what targets of one length begin with; the logits after it go to ``logits``."""
+        depth, most = len(prompts[0].prefix), self._shape.prefix_rows
+        for first in range(0, depth, most):  # more than one pass only for a single target
+            feeds = [Feed(prompt.prefix[first : first + most], first, prompt.span) for prompt in prompts]
+            self._prefix.run(feeds, logits if first + most >= depth else DevicePtr.NULL, stream)
+
+    def _prefix_groups(self, prompts: Iterable[Prompt]) -> list[list[Prompt]]:
+        """Split prompts, in order, into runs whose targets begin equally long, which the workspace can hold."""
+        groups: list[list[Prompt]] = []
+        for prompt in prompts:
+            depth = len(prompt.prefix)
+            full = not groups or (len(groups[-1]) + 1) * depth > self._shape.prefix_rows
+            if full or len(groups[-1][0].prefix) != depth:
+                groups.append([])
+            groups[-1].append(prompt)
+        return groups
 
     def _encoder_groups(self, prompts: Iterable[Prompt]) -> list[list[Prompt]]:
         """Split prompts, in order, into packed passes that the workspace can hold."""

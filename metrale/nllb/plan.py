@@ -13,14 +13,23 @@ from gpu_runtime.launch import check_geometry
 from gpu_runtime.op import Op
 from metrale.errors import CheckpointError, InvalidInput
 from metrale.nllb.admission import FRAME_LEN, PREFIX_LEN
-from metrale.nllb.device_weights import weight_layout
-from metrale.nllb.limits import ModelShape
+from metrale.nllb.device_weights import CROSS_KV, weight_layout
+from metrale.nllb.limits import WORD_ROOM, ModelShape
+from metrale.nllb.lora import adapter_layout, targets
 from metrale.nllb.workspace import CROSS_KV_ROWS, workspace_layout
 from metrale.ops.argmax import OP as ARGMAX
+from metrale.ops.attention_weights import OP as ATTENTION_WEIGHTS
+from metrale.ops.beam_candidates import MAX_CANDIDATES
+from metrale.ops.beam_candidates import OP as BEAM_CANDIDATES
+from metrale.ops.beam_layout import pool_width
+from metrale.ops.beam_select import OP as BEAM_SELECT
 from metrale.ops.decode_attention import OP as DECODE_ATTENTION
 from metrale.ops.embed import OP as EMBED
 from metrale.ops.kv_scatter import OP as KV_SCATTER
 from metrale.ops.layer_norm import OP as LAYER_NORM
+from metrale.ops.linear import ACTIVATION_NAMES
+from metrale.ops.lora_down import OP as LORA_DOWN
+from metrale.ops.lora_up import OP as LORA_UP
 from metrale.ops.packed_attention import OP as PACKED_ATTENTION
 from metrale.ops.sample import OP as SAMPLE
 
@@ -33,14 +42,16 @@ class MemoryPlan:
     kv: int
     logits: int
     workspace: int
+    adapters: int = 0
 
     @property
     def total(self) -> int:
-        """The sum of the four."""
-        return self.weights + self.kv + self.logits + self.workspace
+        """The sum of them all."""
+        return self.weights + self.kv + self.logits + self.workspace + self.adapters
 
     def __str__(self) -> str:
-        parts = ((name, getattr(self, name)) for name in ("weights", "kv", "logits", "workspace", "total"))
+        names = ("weights", "kv", "logits", "workspace", *(["adapters"] if self.adapters else []), "total")
+        parts = ((name, getattr(self, name)) for name in names)
         return ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in parts)
 
 
@@ -50,7 +61,8 @@ def check_memory(gpu: GpuBackend, plan: MemoryPlan) -> None:
     if plan.total > free:
         raise OutOfMemory(
             f"the model needs {plan.total:,} bytes ({plan}), and {free:,} are free on {gpu.name()}; "
-            "a smaller max_batch, max_source_len or max_new_tokens needs less",
+            "a smaller max_batch, max_source_len or max_new_tokens needs less"
+            + (", and so do max_adapters and max_lora_rank" if plan.adapters else ""),
             requested=plan.total,
             live=gpu.live_bytes(),
             limit=gpu.total_memory(),
@@ -83,7 +95,8 @@ def check_launches(gpu: GpuBackend, shape: ModelShape, path: Path) -> None:
     for side, op, dims in largest_launches(shape):
         assert op.plan is not None
         try:
-            launch = op.plan(dims, shape.dtype, device)
+            dtype = shape.dtype if shape.dtype in op.spec.dtypes else op.spec.dtypes[0]  # some know only one
+            launch = op.plan(dims, dtype, device)
             check_geometry(launch.grid, launch.block, launch.shared_bytes, device)
         except ValueError as error:
             asked = ", ".join(f"{name} {value}" for name, value in dims.items())
@@ -130,22 +143,65 @@ def largest_launches(shape: ModelShape) -> Iterator[tuple[str, Op, dict[str, int
             "k_offset": wide - 2 * d,
             "v_offset": wide - d,
             "kv_stride": wide,
+            "ancestry_rows": limits.max_batch,
+            "ancestry_capacity": limits.target_positions,
         },
     )
-    output = {"rows": shape.logits_rows, "vocab": shape.vocab, "stride": shape.logits_stride}
-    yield "output", ARGMAX, output
     yield (
-        "output",
-        SAMPLE,
+        "decoder",
+        ATTENTION_WEIGHTS,
         {
-            **output,
-            "slot_count": limits.max_batch,
-            "words": shape.ban_words,
-            "capacity": limits.target_positions,
-            "cell_count": shape.feed_cells,
-            "adjust": 1,
+            "rows": shape.prefix_rows,
+            "heads": config.decoder_attention_heads,
+            "head_dim": config.decoder_head_dim,
+            "longest": limits.max_source_len,
+            "q_stride": d,
+            "k_offset": wide - 2 * d,
+            "kv_stride": wide,
         },
     )
+    if limits.max_adapters:
+        yield from _adapter_launches(shape)
+    sizes = {
+        "rows": shape.logits_rows,
+        "vocab": shape.vocab,
+        "stride": shape.logits_stride,
+        "slot_count": limits.max_batch,
+        "words": shape.ban_words,
+        "word_room": WORD_ROOM,
+        "capacity": limits.target_positions,
+        "cell_base": shape.logits_rows,
+        "cell_count": shape.feed_cells,
+        "groups": limits.max_batch,
+        "candidate_rows": limits.max_batch,
+        "member_count": limits.max_batch,
+        "most": MAX_CANDIDATES,
+        "pool_width": pool_width(limits.target_positions),
+        "adjust": 1,
+    }
+    for op, rows in (
+        (ARGMAX, shape.logits_rows),
+        (SAMPLE, shape.logits_rows),
+        (BEAM_CANDIDATES, limits.max_batch),
+        (BEAM_SELECT, limits.max_batch),
+    ):
+        names = op.spec.dims([0] * len(op.spec.args))
+        yield "output", op, {name: rows if name == "rows" else sizes[name] for name in names}
+
+
+def _adapter_launches(shape: ModelShape) -> Iterator[tuple[str, Op, dict[str, int]]]:
+    """Yield what `largest_launches` does, for the products that adapters add to."""
+    limits, activation = shape.limits, ACTIVATION_NAMES.index(shape.config.activation_function)
+    room, slots = limits.max_lora_rank, limits.max_adapters
+    for target in targets(shape.config):
+        side, _, part = target.region.rpartition(".")
+        rows = limits.encoder_tokens if side.startswith("encoder") else shape.prefix_rows
+        if target.region == CROSS_KV:
+            rows = min(limits.encoder_tokens, CROSS_KV_ROWS)
+        sizes = {"segments": len(target.modules), "room": room, "adapter_count": slots}
+        yield side, LORA_DOWN, {"rows": rows, "k": target.k, **sizes, "x_stride": target.k}
+        sizes = {"segments": len(target.modules), "width": target.width, "room": room, "adapter_count": slots}
+        yield side, LORA_UP, {"rows": rows, **sizes, "activation": activation if part == "fc1" else 0}
 
 
 def plan_memory(shape: ModelShape) -> MemoryPlan:
@@ -155,4 +211,5 @@ def plan_memory(shape: ModelShape) -> MemoryPlan:
         kv=shape.kv_bytes,
         logits=shape.logits_rows * shape.logits_stride * shape.itemsize,
         workspace=workspace_layout(shape).nbytes,
+        adapters=adapter_layout(shape).nbytes,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Which sequence holds which slot and which span of the KV pool."""
+"""Which sequence holds which slots and which span of the KV pool."""
 
 from __future__ import annotations
 
@@ -23,27 +23,41 @@ class SequenceTable:
         self._pool = pool
         self._slots = slots
         self._live: dict[int, tuple[SequenceState, Span]] = {}
+        self._members: dict[int, tuple[int, ...]] = {}
 
     def __len__(self) -> int:
+        """Return how many slots are taken."""
         return len(self._live)
 
-    def alloc(self, positions: int) -> SequenceState:
-        """Claim the lowest free slot and a span of ``positions``.
+    def alloc(self, positions: int, *, slots: int = 1, beam_positions: int = 0) -> SequenceState:
+        """Claim the lowest free slots and a span of ``positions``; the sequence is known by the first of its slots.
 
         Raises
         ------
         NoFreeSlot
-            When every slot is taken.
+            When there are not so many slots.
         OutOfMemory
             When the pool has no such span; no slot is claimed.
         """
-        slot = next((slot for slot in range(self._slots) if slot not in self._live), None)
-        if slot is None:
-            raise NoFreeSlot(f"alloc_sequence: all {self._slots} slots are taken; free a sequence first")
+        free = [slot for slot in range(self._slots) if slot not in self._live][:slots]
+        if len(free) < slots:
+            if slots == 1:
+                raise NoFreeSlot(f"alloc_sequence: all {self._slots} slots are taken; free a sequence first")
+            raise NoFreeSlot(
+                f"alloc_beams: {slots} beams need as many slots, and {len(free)} of {self._slots} are free"
+            )
         span = self._pool.take(positions)
-        seq = SequenceState(slot)
-        self._live[slot] = (seq, span)
+        span.beams, span.beam_positions = slots, beam_positions
+        seq = SequenceState(free[0])
+        for slot in free:
+            self._live[slot] = (seq, span)
+        self._members[free[0]] = tuple(free)
         return seq
+
+    def members(self, seq: SequenceState) -> tuple[int, ...]:
+        """Return the slots of a live sequence, one for each of its beams. Raises as `span`."""
+        self.span(seq)
+        return self._members[seq.slot_idx]
 
     def owns(self, seq: SequenceState) -> bool:
         """Return whether ``seq`` holds its slot. `InvalidInput` when it is no `SequenceState`."""
@@ -65,10 +79,16 @@ class SequenceTable:
             raise SequenceError(f"seq: expected a live sequence of this model, but {what} (freed before?)")
         return self._live[seq.slot_idx][1]
 
+    def with_adapter(self, adapter: int) -> list[int]:
+        """Return the slots of the live sequences whose keys and values were made with the adapter in a slot."""
+        return [slot for slot, (_, span) in self._live.items() if span.adapter == adapter]
+
     def free(self, seq: SequenceState) -> None:
         """Release the slot and the span of ``seq``, which is detached from then on; nothing when it holds none."""
         if self.owns(seq):
-            _, span = self._live.pop(seq.slot_idx)
+            _, span = self._live[seq.slot_idx]
+            for slot in self._members.pop(seq.slot_idx):
+                del self._live[slot]
             self._pool.give_back(span)
             seq.slot_idx = SequenceState.DETACHED
 
@@ -78,11 +98,13 @@ class SequenceTable:
         Raises
         ------
         SequenceError
-            When ``seq`` is not live, or a live sequence holds ``slot``.
+            When ``seq`` is not live or has several beams, or a live sequence holds ``slot``.
         InvalidInput
             When there is no such slot.
         """
         self.span(seq)
+        if len(self._members[seq.slot_idx]) > 1:
+            raise SequenceError(f"compact_sequence: the sequence in slot {seq.slot_idx} has several beams")
         slot = integer("new_slot", slot, 0, self._slots - 1, f"a slot in [0, {self._slots})")
         if slot in self._live and slot != seq.slot_idx:
             raise SequenceError(f"compact_sequence: slot {slot} is held by a live sequence; free or detach that first")
@@ -91,4 +113,6 @@ class SequenceTable:
     def move(self, seq: SequenceState, slot: int) -> None:
         """Let ``seq`` hold ``slot``, which is `vacant`, instead of its own. The span stays where it is."""
         self._live[slot] = self._live.pop(seq.slot_idx)
+        del self._members[seq.slot_idx]
+        self._members[slot] = (slot,)
         seq.slot_idx = slot

@@ -16,6 +16,7 @@ from gpu_runtime.arena import REGION_ALIGNMENT
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
+from metrale.nllb.turns import Turn
 
 STAGING_BYTES: Final = 16 << 20
 """Size of each of the two buffers of `Staging`: a copy of it takes far longer than the call that enqueues it."""
@@ -63,6 +64,10 @@ class Staging:
     ) -> None:
         self._buffers.clear()  # nobody fills a buffer that is freed
         self._teardown.close()
+
+    def follow(self, turn: Turn) -> None:
+        """Let what is sent from here on come after every use so far of what ``turn`` guards; the host goes on."""
+        turn.wait(self._stream)
 
     def send(
         self, values: NDArray[Any], dtype: str, at: DevicePtr, fill: Callable[[NDArray[Any], NDArray[Any]], object]

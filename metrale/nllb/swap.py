@@ -16,7 +16,7 @@ from metrale.errors import InvalidInput
 from metrale.nllb.checks import token_ids
 from metrale.nllb.limits import ModelShape
 
-_FORMAT: Final = "metrale sequence 1"
+_FORMAT: Final = "metrale sequence 2"
 _MOST_HEADER: Final = 1 << 20
 _CHECKSUM_BYTES: Final = 4
 _SAME: Final = ("format", "dtype", "d_model", "decoder_layers", "vocab")
@@ -33,6 +33,8 @@ class SavedSequence:
     prompt_len, src_lang_id, tgt_lang_id : int
     source_len : int
         Source positions in ``kv``; the target's follow, one for each of ``tokens``.
+    adapter : str or None
+        Digest of the adapter that ``kv`` was made with.
     kv : bytes
     """
 
@@ -41,6 +43,7 @@ class SavedSequence:
     src_lang_id: int
     tgt_lang_id: int
     source_len: int
+    adapter: str | None
     kv: bytes
 
     def write(self, shape: ModelShape, writer: BinaryIO) -> None:
@@ -52,6 +55,7 @@ class SavedSequence:
             "src_lang_id": self.src_lang_id,
             "tgt_lang_id": self.tgt_lang_id,
             "source_len": self.source_len,
+            "adapter": self.adapter,
         }
         line = json.dumps(header, separators=(",", ":")).encode() + b"\n"
         for part in (line, self.kv, _checksum(line, self.kv)):
@@ -83,11 +87,18 @@ class SavedSequence:
             src_lang_id=integer("reader: src_lang_id", header.get("src_lang_id"), 0, shape.vocab - 1),
             tgt_lang_id=integer("reader: tgt_lang_id", header.get("tgt_lang_id"), 0, shape.vocab - 1),
             source_len=source_len,
+            adapter=_adapter(header.get("adapter")),
             kv=_read_exactly(reader, size),
         )
         if _read_exactly(reader, _CHECKSUM_BYTES) != _checksum(line, saved.kv):
             raise InvalidInput("reader", "bytes that are as they were written", "damaged ones")
         return saved
+
+
+def _adapter(value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise InvalidInput("reader: adapter", "the digest of an adapter, or none", repr(value)[:80])
 
 
 def _layout(shape: ModelShape) -> dict[str, Any]:

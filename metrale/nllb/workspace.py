@@ -14,8 +14,11 @@ from gpu_runtime.arena import Arena, Layout
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
-from metrale.nllb.limits import ModelShape
+from metrale.nllb.limits import WORD_ROOM, ModelShape
+from metrale.nllb.lora import low_rank_elements
 from metrale.nllb.staging import Ring
+from metrale.ops.beam_candidates import MAX_CANDIDATES, ROW_COLUMNS
+from metrale.ops.beam_layout import GROUP_COLUMNS, GROUP_SETTINGS, pool_width
 from metrale.ops.linear import scratch_bytes
 from metrale.ops.sample import COUNT_COLUMNS, SETTING_COLUMNS
 
@@ -30,15 +33,20 @@ ENCODER_COLUMNS: Final[Columns] = {
     "ids": ("i32", 1),
     "positions": ("i32", 1),
     "offsets": ("i32", 1),
+    "adapters": ("i32", 1),
 }
 DECODER_COLUMNS: Final[Columns] = {
     "self_spans": ("u64", 1),
+    "write_spans": ("u64", 1),
     "cross_spans": ("u64", 1),
     "ids": ("i32", 1),
     "cells": ("i32", 1),
     "positions": ("i32", 1),
+    "adapters": ("i32", 1),
     "self_lengths": ("i32", 1),
     "cross_lengths": ("i32", 1),
+    "ancestry": ("i32", 1),
+    "beam_positions": ("i32", 1),
 }
 FEED_COLUMNS: Final[Columns] = {
     "seeds": ("u64", 1),
@@ -46,6 +54,14 @@ FEED_COLUMNS: Final[Columns] = {
     "settings": ("f32", len(SETTING_COLUMNS)),
 }
 """The parameters of the op ``sample``."""
+BEAM_COLUMNS: Final[Columns] = {
+    "row_counts": ("i32", len(ROW_COLUMNS)),
+    "penalties": ("f32", 1),
+    "group_counts": ("i32", len(GROUP_COLUMNS)),
+    "settings": ("f32", len(GROUP_SETTINGS)),
+    "members": ("i32", 1),
+}
+"""The parameters of the ops ``beam_candidates``, by row, and ``beam_select``, by search and by beam."""
 
 UPLOADS_AHEAD: Final = 4
 """Passes of one side that the host may enqueue before the device has begun the first of them."""
@@ -125,8 +141,7 @@ def workspace_layout(shape: ModelShape) -> Layout:
     sides of a prefill, ``encoder`` and ``prefix``, share nothing with ``decoder``, so that both can run at once.
     """
     config, limits, layout = shape.config, shape.limits, Layout()
-    d, tokens = config.d_model, limits.encoder_tokens
-    wide = max(tokens * max(3 * d, config.encoder_ffn_dim), min(tokens, CROSS_KV_ROWS) * shape.kv_width)
+    d, tokens, wide = config.d_model, limits.encoder_tokens, _encoder_wide(shape)
     for name, elements in (("encoder.x", tokens * d), ("encoder.h", tokens * d), ("encoder.wide", wide)):
         layout.add(name, elements * shape.itemsize)
     for side, rows in (("prefix", shape.prefix_rows), ("decoder", limits.max_batch)):
@@ -135,12 +150,37 @@ def workspace_layout(shape: ModelShape) -> Layout:
         layout.add(f"{side}.table", table_layout(DECODER_COLUMNS, rows).nbytes)
     if shape.spare_rows:
         layout.add("decoder.spare", shape.spare_rows * shape.position_bytes)
+    if limits.max_adapters:
+        for side, size in low_rank_bytes(shape).items():
+            layout.add(f"{side}.low", size)
     layout.add("encoder.table", table_layout(ENCODER_COLUMNS, tokens + 1).nbytes)
     layout.add("argmax", 2 * shape.logits_rows * dtypes.itemsize("i32"))
     _add_feed(shape, layout)
+    _add_beams(shape, layout)
     for name, size in gemm_bytes(shape).items():
         layout.add(f"{name}.gemm", size)
     return layout
+
+
+def low_rank_bytes(shape: ModelShape) -> Mapping[str, int]:
+    """Return the bytes that each side has for what adapters' products hold between their two halves, in float32."""
+    limits, item = shape.limits, dtypes.itemsize("f32")
+    rows = {"encoder": limits.encoder_tokens, "prefix": shape.prefix_rows, "decoder": limits.max_batch}
+    cross = {"encoder": min(limits.encoder_tokens, CROSS_KV_ROWS)}
+    return {side: item * low_rank_elements(shape, count, cross.get(side, 0)) for side, count in rows.items()}
+
+
+def _encoder_wide(shape: ModelShape) -> int:
+    """Return the elements of the encoder's ``wide``."""
+    config, tokens = shape.config, shape.limits.encoder_tokens
+    inside = tokens * max(3 * config.d_model, config.encoder_ffn_dim)
+    return max(inside, min(tokens, CROSS_KV_ROWS) * shape.kv_width)
+
+
+def attention_rows(shape: ModelShape, sources: int) -> int:
+    """Return the rows whose cross-attention to so many sources, in float32, the encoder's ``wide`` can take."""
+    row = shape.config.decoder_attention_heads * sources * dtypes.itemsize("f32")
+    return max(_encoder_wide(shape) * shape.itemsize // row, 1)
 
 
 def _add_feed(shape: ModelShape, layout: Layout) -> None:
@@ -151,13 +191,36 @@ def _add_feed(shape: ModelShape, layout: Layout) -> None:
     layout.add("feed.table", table_layout(FEED_COLUMNS, shape.logits_rows).nbytes)
 
 
+def _add_beams(shape: ModelShape, layout: Layout) -> None:
+    """Add what beam searches work with."""
+    slots, word = shape.limits.max_batch, dtypes.itemsize("i32")
+    for name, size in beam_state(shape).items():
+        layout.add(name, size)
+    for name, words in (("values", MAX_CANDIDATES), ("ids", MAX_CANDIDATES), ("flags", 1), ("results", 1)):
+        layout.add(f"beams.{name}", slots * words * word)
+    layout.add("beams.table", table_layout(BEAM_COLUMNS, slots).nbytes)
+
+
+def beam_state(shape: ModelShape) -> Mapping[str, int]:
+    """Return the bytes of what the device keeps of searches: for each slot a beam, and a finished hypothesis."""
+    slots, positions, word = shape.limits.max_batch, shape.limits.target_positions, dtypes.itemsize("i32")
+    return {
+        "beams.running": slots * word,
+        "beams.ancestry": slots * positions * word,
+        "beams.logps": slots * positions * word,
+        "beams.pool": slots * pool_width(positions) * word,
+        "beams.state": slots * word,
+    }
+
+
 def feed_state(shape: ModelShape) -> Mapping[str, int]:
-    """Return the bytes of what the token feed keeps: ids to be fed, ids of each slot so far, ids forbidden to it."""
+    """Return the bytes of what the token feed keeps: ids to be fed, and each slot's ids so far, bans and words."""
     slots, word = shape.limits.max_batch, dtypes.itemsize("i32")
     return {
         "feed.cells": shape.feed_cells * word,
         "feed.history": slots * shape.limits.target_positions * word,
         "feed.bans": slots * 2 * shape.ban_words * word,
+        "feed.words": slots * WORD_ROOM * word,
     }
 
 
@@ -212,6 +275,7 @@ class Workspace:
                 "prefix": table("prefix", DECODER_COLUMNS, shape.prefix_rows),
                 "decoder": table("decoder", DECODER_COLUMNS, limits.max_batch),
                 "feed": table("feed", FEED_COLUMNS, shape.logits_rows),
+                "beams": table("beams", BEAM_COLUMNS, limits.max_batch),
             }
             self._teardown = undo.pop_all()
         sizes = gemm_bytes(shape)

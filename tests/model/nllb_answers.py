@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from metrale.model import BeamReq, ForwardDisclosure
+from metrale.model import ForwardDisclosure
 from tests.model.lab import PROMPT, REFUSES, Lab, Row
 
 LIFECYCLE: Final = [
@@ -18,8 +18,6 @@ LIFECYCLE: Final = [
 ]
 
 FORWARD: Final = [
-    Row("supports_beam", lambda lab: lab.model.supports_beam(), False),
-    Row("generate_beam_batch", lambda lab: lab.model.generate_beam_batch([BeamReq(PROMPT)]), REFUSES),
     Row("normalize_ssm_states", lambda lab: lab.model.normalize_ssm_states(lab.live())),
     Row("is_mla", lambda lab: lab.model.is_mla(), False),
     Row("hc_mult", lambda lab: lab.model.hc_mult(), 0),
@@ -28,12 +26,6 @@ FORWARD: Final = [
 ]
 
 ADAPTERS: Final = [
-    Row("set_active_lora", lambda lab: lab.model.set_active_lora("a"), REFUSES),
-    Row("adapter_id_for", lambda lab: lab.model.adapter_id_for(-1), 0),
-    Row("acquire_adapter_slot", lambda lab: lab.model.acquire_adapter_slot(-1), -1),
-    Row("release_adapter_slot", lambda lab: lab.model.release_adapter_slot(-1)),
-    Row("swap_lora_from_disk", lambda lab: lab.model.swap_lora_from_disk("folder", "a", 0), REFUSES),
-    Row("promote_lora_from_disk", lambda lab: lab.model.promote_lora_from_disk("folder", "a"), REFUSES),
     Row("promote_lora_from_peer", lambda lab: lab.model.promote_lora_from_peer("host:1", "a", "b", {}), REFUSES),
 ]
 

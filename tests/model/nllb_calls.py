@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gpu_runtime.handles import PinnedMemory
 from gpu_runtime.streams import StreamLike
-from metrale.model import Capacity, FeedSource, RowMask, SamplingParams, SequenceState
+from metrale.model import Capacity, FeedSource, RowMask, SamplingParams, ScoreReq, SequenceState
 from tests.model.lab import EXACT, LANES, OTHER, PREFIX, PROMPT, VOCAB, Lab, Row
 from tests.nllb.decoding import read, relative
 
@@ -140,6 +140,8 @@ def kv_usage(lab: Lab) -> object:
     return used == (8 * position, total), lab.model.kv_usage() == (0, total)
 
 
+CAPACITY = Capacity(LANES, 10, 8, 2, LANES * (12 + 9), frozenset({2}), max_beams=LANES)
+
 LIFECYCLE = [
     Row("teardown", teardown, 0),
     Row("exclusive", exclusive, 0),
@@ -152,7 +154,7 @@ LIFECYCLE = [
     Row("detach_slot_for_reuse", detach_slot_for_reuse, (SequenceState.DETACHED, 0, 0)),
     Row("save_sequence_state", swapped, (1, 0, [*PREFIX, 9, 10])),
     Row("restore_sequence_state", swapped, (1, 0, [*PREFIX, 9, 10])),
-    Row("capacity", lambda lab: lab.model.capacity(), Capacity(LANES, 10, 8, 2, LANES * (12 + 9), frozenset({2}))),
+    Row("capacity", lambda lab: lab.model.capacity(), CAPACITY),
     Row("device_bytes", lambda lab: lab.model.device_bytes(), lambda lab: lab.real.memory_plan().total),
     Row("kv_usage", kv_usage, (True, True)),
     Row("num_free_blocks", lambda lab: lab.model.num_free_blocks(), 2**20),
@@ -272,6 +274,24 @@ LOGITS = [
 ]
 
 
+# scoring
+
+
+def score_targets(lab: Lab) -> object:
+    """Two targets of other lengths; attention is to language, prompt and EOS, by layer, head and id."""
+    asked = ((PROMPT, [9, 10, 11]), (OTHER, [12]))
+    found = lab.model.score_targets([ScoreReq(*one) for one in asked], attention=True)
+    for (prompt, target), one in zip(asked, found, strict=True):
+        rows = np.array([lab.expected(target[:step], prompt) for step in range(len(target))])
+        exact = np.take_along_axis(rows, np.array(target)[:, None], 1)[:, 0] - np.log(np.exp(rows).sum(axis=1))
+        assert relative(np.array(one.logprobs), exact) < EXACT
+        assert relative(one.attention.sum(axis=3), np.ones(one.attention.shape[:3])) < EXACT
+    return [one.attention.shape for one in found]
+
+
+SCORING = [Row("score_targets", score_targets, [(3, 4, 3, 5), (3, 4, 1, 4)])]
+
+
 # device feed
 
 
@@ -326,7 +346,7 @@ def sampled(lab: Lab, params: SamplingParams | None) -> list[int]:
 
 def begin_sampling(lab: Lab) -> object:
     """The best id of the first choice is banned."""
-    return sampled(lab, SamplingParams(banned_ids=(lab.ranked([9, 10])[0],)))
+    return sampled(lab, SamplingParams(suppress_tokens=(lab.ranked([9, 10])[0],)))
 
 
 def without_the_best(lab: Lab) -> list[int]:

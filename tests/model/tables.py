@@ -13,6 +13,7 @@ import numpy as np
 from gpu_runtime.handles import PinnedMemory
 from gpu_runtime.pointer import DevicePtr
 from metrale.model import (
+    BeamParams,
     BeamReq,
     FeedSource,
     ForwardDisclosure,
@@ -20,6 +21,7 @@ from metrale.model import (
     MixedForwardResult,
     Model,
     ModelAdapters,
+    ModelBeams,
     ModelCircuit,
     ModelDeviceFeed,
     ModelDraft,
@@ -27,6 +29,7 @@ from metrale.model import (
     ModelForward,
     ModelLifecycle,
     ModelLogits,
+    ModelScoring,
     ModelSsmState,
     ModelStreams,
     ModelVerify,
@@ -34,6 +37,7 @@ from metrale.model import (
     PrefillSlice,
     RowMask,
     SamplingParams,
+    ScoreReq,
     SequenceState,
     VerifyBatchedOpts,
 )
@@ -128,6 +132,7 @@ DEFAULTS = [
     Row(ModelLifecycle, "high_speed_swap_dims", (), None),
     Row(ModelForward, "supports_beam", (), False),
     Row(ModelForward, "generate_beam_batch", ([BeamReq(PROMPT)],), REFUSES),
+    Row(ModelForward, "generate_beams", ([BeamReq(PROMPT)],), REFUSES),
     Row(
         ModelForward,
         "mixed_forward",
@@ -227,6 +232,11 @@ DEFAULTS = [
     Row(ModelDeviceFeed, "copy_d2h_async", (DECODE_ROW, IDS, STREAM), REFUSES),
     Row(ModelDeviceFeed, "alloc_host_pinned", (4,), REFUSES),
     Row(ModelDeviceFeed, "free_host_pinned", (PINNED,), REFUSES),
+    Row(ModelBeams, "alloc_beams", (2, 8, 9), REFUSES),
+    Row(ModelBeams, "begin_beams", (SEQ, BeamParams(2), SamplingParams(max_new_tokens=8), STREAM), REFUSES),
+    Row(ModelBeams, "select_beams_to_feed", ([DECODE_ROW], [SEQ], IDS, 3, STREAM), REFUSES),
+    Row(ModelBeams, "take_beams", (SEQ,), REFUSES),
+    Row(ModelScoring, "score_targets", ([ScoreReq(PROMPT, [7, 8])],), REFUSES),
     Row(ModelCircuit, "set_forward", ("legacy",)),
     Row(ModelCircuit, "forward_disclosure", (), ForwardDisclosure("legacy", None, None)),
 ]
@@ -246,6 +256,8 @@ ABSTRACT: dict[type, str] = {
     ModelEp: "",
     ModelStreams: "",
     ModelDeviceFeed: "",
+    ModelBeams: "",
+    ModelScoring: "",
     ModelCircuit: "",
 }
 """The abstract methods of each supertrait."""

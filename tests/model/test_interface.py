@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 from abc import ABC
 from collections.abc import Callable, Sequence
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.errors import InvalidInput, MetraleError, NotSupported
 from metrale.model import (
+    MAX_BEAMS,
+    BeamParams,
     BeamReq,
     EpCommandFailed,
     FeedSource,
@@ -28,6 +31,7 @@ from metrale.model import (
     ModelForward,
     PrefillSlice,
     RowMask,
+    SamplingParams,
     SequenceState,
     VerifyBatchedOpts,
     padded_batch_n,
@@ -248,6 +252,7 @@ def test_sequence_state_is_itself_only_and_can_be_detached() -> None:
     assert seq.tokens == []
     assert seq.tokens is not twin.tokens
     assert (seq.seq_len, seq.prompt_len, seq.src_lang_id, seq.tgt_lang_id, seq.adapter_slot) == (0, 0, 0, 0, -1)
+    assert seq.prefix_tokens == ()
     assert not seq.is_detached
     seq.slot_idx = SequenceState.DETACHED
     assert seq.is_detached
@@ -262,9 +267,44 @@ def test_prefill_slice_whole_is_one_last_chunk() -> None:
 
 def test_beam_request_defaults_and_is_frozen() -> None:
     req = BeamReq([4, 5])
-    assert req == BeamReq([4, 5], 0, 0, -1, 4, 256, 1.0, False)
+    assert req == BeamReq([4, 5], 0, 0, -1, 4, 256, 1.0, False, 1, 0, 0, 1.0, (), (), None, (), None)
+    assert req.beam_params() == BeamParams() == BeamParams(4, 1.0, False, 1)
     with pytest.raises(FrozenInstanceError):
         req.num_beams = 2  # type: ignore[misc]
+
+
+def test_a_beam_request_says_how_to_search_and_what_to_do_to_scores() -> None:
+    req = BeamReq([4], 0, 0, -1, 3, 9, 2.0, "never", 2, 5, 3, 1.5, [[7], [8, 9]], [6], 1, [10], None)
+    assert req.beam_params() == BeamParams(3, 2.0, "never", 2)
+    asked: dict[str, Any] = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 3, "min_new_tokens": 5}
+    asked |= {"suppress_tokens": (6,), "bad_words": ((7,), (8, 9)), "max_new_tokens": 9, "forced_eos_id": 1}
+    assert req.sampling_params([2]) == SamplingParams(**asked, eos_ids=(2,))
+    assert replace(req, eos_ids=[3, 4]).sampling_params([2]) == SamplingParams(**asked, eos_ids=(3, 4))
+    assert replace(req, eos_ids=()).sampling_params([2]).eos_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("argument", "values"),
+    [
+        ("num_beams", (0, MAX_BEAMS + 1, 2.0, True)),
+        ("length_penalty", (math.nan, math.inf, 1e5, "1")),
+        ("early_stopping", ("always", 1, None, np.array([1, 2]), ["never"])),
+        ("num_return_sequences", (0, 4)),
+    ],
+)
+def test_how_to_search_is_checked(argument: str, values: tuple[object, ...]) -> None:
+    for value in values:
+        with pytest.raises(InvalidInput) as refused:
+            BeamParams(**{"num_beams": 3, argument: value})  # type: ignore[arg-type]
+        assert refused.value.argument == argument
+
+
+@pytest.mark.parametrize("argument", ["suppress_tokens", "eos_ids", "bad_words"])
+@pytest.mark.parametrize("value", [5, None, "12", b"12", object()])
+def test_what_is_no_sequence_of_ids_is_refused(argument: str, value: Any) -> None:
+    with pytest.raises(InvalidInput, match="a sequence of") as refused:
+        SamplingParams(**{argument: value})
+    assert refused.value.argument == argument
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from metrale.errors import NotSupported
 from metrale.model import (
     Model,
     ModelAdapters,
+    ModelBeams,
     ModelCircuit,
     ModelDeviceFeed,
     ModelDraft,
@@ -28,6 +29,7 @@ from metrale.model import (
     ModelForward,
     ModelLifecycle,
     ModelLogits,
+    ModelScoring,
     ModelSsmState,
     ModelStreams,
     ModelVerify,
@@ -35,7 +37,7 @@ from metrale.model import (
 )
 from metrale.nllb.model import NllbModel
 from tests.conftest import MakeModel
-from tests.model import nllb_answers, nllb_calls
+from tests.model import nllb_adapters, nllb_answers, nllb_beams, nllb_calls
 from tests.model.lab import REFUSES, SOURCE, TARGET, Lab, Row
 from tests.model.tables import DEFAULTS
 from tests.model.tables import REFUSES as REFUSED_BY_DEFAULT
@@ -48,15 +50,17 @@ PAGE = (TESTS.parent / "docs" / "model_interface.md").read_text(encoding="utf-8"
 ROWS: dict[type, list[Row]] = {
     ModelStreams: nllb_calls.STREAMS,
     ModelLifecycle: nllb_calls.LIFECYCLE + nllb_answers.LIFECYCLE,
-    ModelForward: nllb_calls.FORWARD + nllb_answers.FORWARD,
+    ModelForward: nllb_calls.FORWARD + nllb_beams.FORWARD + nllb_answers.FORWARD,
     ModelLogits: nllb_calls.LOGITS,
-    ModelAdapters: nllb_answers.ADAPTERS,
+    ModelAdapters: nllb_adapters.ADAPTERS + nllb_answers.ADAPTERS,
     ModelSsmState: nllb_answers.SSM_STATE,
     ModelVerify: nllb_answers.VERIFY,
     ModelDraft: nllb_answers.DRAFT,
     ModelVision: nllb_answers.VISION,
     ModelEp: nllb_answers.EP,
     ModelDeviceFeed: nllb_calls.FEED + nllb_answers.FEED,
+    ModelBeams: nllb_beams.BEAMS,
+    ModelScoring: nllb_calls.SCORING,
     ModelCircuit: nllb_answers.CIRCUIT,
 }
 CALLS = [(trait, row) for trait, rows in ROWS.items() for row in rows]
@@ -191,7 +195,7 @@ def test_every_method_is_called(trait: type) -> None:
 
 @pytest.fixture
 def lab(make_tiny: MakeModel, tiny_judge: NllbFloat64) -> Lab:
-    return Lab(make_tiny(source=SOURCE, target=TARGET), tiny_judge)
+    return Lab(make_tiny(source=SOURCE, target=TARGET, max_adapters=2), tiny_judge)
 
 
 @pytest.mark.parametrize(("trait", "row"), CALLS, ids=[f"{trait.__name__}.{row.method}" for trait, row in CALLS])

@@ -26,6 +26,7 @@ import metrale.ops  # noqa: F401  (registers the ops)
 from gpu_runtime import kernel_source
 from gpu_runtime.op import REGISTRY, Op, OpRegistry
 from tests.mutation.attention_mutants import ATTENTION_MUTANTS
+from tests.mutation.beam_mutants import BEAM_KERNEL_MUTANTS
 from tests.mutation.kernel_mutants import KERNEL_MUTANTS
 from tests.mutation.mutant import ROOT
 
@@ -83,7 +84,7 @@ def ops_by_name() -> dict[str, Op]:
 
 def kernel_mutants() -> list[KernelMutant]:
     """Return every mutant of a kernel."""
-    tables: Mapping[str, Any] = {**KERNEL_MUTANTS, **ATTENTION_MUTANTS}
+    tables: Mapping[str, Any] = {**KERNEL_MUTANTS, **ATTENTION_MUTANTS, **BEAM_KERNEL_MUTANTS}
     return [KernelMutant(name, old, new) for name, changes in tables.items() for old, new in changes]
 
 

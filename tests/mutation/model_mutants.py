@@ -7,6 +7,8 @@ Those of what serves many sequences at once are in `tests.mutation.serving_mutan
 
 from __future__ import annotations
 
+from tests.mutation.adapter_mutants import ADAPTER_MUTANTS
+from tests.mutation.engine_mutants import ENGINE_MUTANTS
 from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
 from tests.mutation.serving_mutants import SERVING_MUTANTS
@@ -70,8 +72,8 @@ MODEL_MUTANTS: list[Mutant] = [
         "KV cache",
         "metrale.nllb.decoder",
         _NUMBERS,
-        ("int(feed.span.target_ptr)", "int(feed.span.ptr)"),
-        ("[int(feed.span.ptr) for", "[int(feed.span.target_ptr) for"),
+        ("[feed.span.target() for", "[int(feed.span.ptr) for"),
+        ("[int(feed.span.ptr) for", "[feed.span.target() for"),
         ("keys = index * 2 * d", "keys = 0 * 2 * d"),
         ("keys = index * 2 * d", "keys = index * d"),
         ("v_offset=keys + config.d_model", "v_offset=keys"),
@@ -104,7 +106,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ),
         ("spans.offset(first * 8)", "spans"),
         ("positions.offset(first * 4)", "positions"),
-        ("rows.h.offset(first * d * shape.itemsize)", "rows.h"),
+        ("rows.part(first, count)", "rows.part(0, count)"),
         ("        rows.norm(weights.encoder_norm)\n", ""),
     ),
     *rules(
@@ -283,4 +285,6 @@ MODEL_MUTANTS: list[Mutant] = [
         ("np.isinf(converted) & np.isfinite(array)", "np.isinf(converted)"),
     ),
     *SERVING_MUTANTS,
+    *ADAPTER_MUTANTS,
+    *ENGINE_MUTANTS,
 ]

@@ -9,7 +9,10 @@ from pathlib import Path
 from tests.mutation.mutant import ROOT
 from tests.mutation.order_sites import Site, all_sites
 
+_BEAMS = tuple(f"tests/nllb/test_model_{name}.py" for name in ("resources", "beam_orders"))
 _TESTS = {
+    "metrale.nllb.beams": _BEAMS,
+    "metrale.nllb.beam_batch": _BEAMS,
     "metrale.model": ("tests/model/test_interface.py",),
     "metrale.nllb": tuple(
         f"tests/nllb/test_{name}.py"
@@ -20,12 +23,13 @@ _TESTS = {
             "model_streams",
             "model_feed",
             "model_swap",
+            "model_adapter_orders",
             "staging",
         )
     ),
     "metrale.engine": ("tests/engine/test_engine_orders.py", "tests/engine/test_engine_faults.py"),
 }
-"""Those that notice most stand first."""
+"""By module, or else by package. Those that notice most stand first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class OrderMutant:
 
     @property
     def tests(self) -> tuple[str, ...]:
-        return _TESTS[self.package]
+        return _TESTS.get(self.module) or _TESTS[self.package]
 
     @property
     def path(self) -> Path:

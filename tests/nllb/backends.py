@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A host backend that watches a model: it knows what is ordered after what."""
+"""Host backends for tests of a model: one that knows what is ordered after what, and one that pads steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from gpu_runtime.host import HostBackend
+from gpu_runtime.limits import Limits
 from gpu_runtime.streams import StreamLike
 
 Nodes = int
 """A set of pieces of work: bit ``n`` stands for piece ``n``."""
+
+
+class Padding(HostBackend):
+    """A device that wants decode steps padded."""
+
+    def limits(self) -> Limits:
+        return replace(super().limits(), pad_batches=True)
 
 
 class OrderedBackend(HostBackend):

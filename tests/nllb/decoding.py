@@ -56,7 +56,7 @@ def golden_cases() -> list[Case]:
 
 
 GOLDEN = golden_cases()
-LIMITS: dict[str, int] = {"max_source_len": 64, "max_new_tokens": 64}
+LIMITS: dict[str, Any] = {"max_source_len": 64, "max_new_tokens": 64}
 """Enough for the golden cases, which were generated with ``max_new_tokens=64``."""
 
 

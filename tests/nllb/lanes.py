@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from gpu_runtime.errors import OutOfMemory
 from gpu_runtime.pointer import DevicePtr
+from metrale.errors import NoFreeSlot
 from metrale.model import FeedSource, PrefillSlice, SequenceState
 from metrale.nllb.model import NllbModel
 from tests.nllb.decoding import sampled, to_feed
 
-LIMITS: Final = {"max_batch": 4, "max_source_len": 6, "max_new_tokens": 8}
+LIMITS: Final[dict[str, Any]] = {"max_batch": 4, "max_source_len": 6, "max_new_tokens": 8}
 SLOTS: Final = LIMITS["max_batch"]
 MOST: Final = LIMITS["max_new_tokens"] + 1
 """Decoder positions of a sequence."""
@@ -114,7 +115,7 @@ class Walk:
                 break
             try:
                 seq = self.model.alloc_sequence_for(budget)
-            except OutOfMemory:
+            except (NoFreeSlot, OutOfMemory):
                 break
             seq.src_lang_id, seq.tgt_lang_id = self.random.randrange(60, 97), self.random.randrange(60, 97)
             lanes.append(Lane(seq, source, min(MOST, budget - len(source) - 2), [2, seq.tgt_lang_id]))

@@ -34,15 +34,18 @@ class Program(Walk):
         """
         calls = [call for call, count in self._calls().items() for _ in range(count)]
         self.random.shuffle(calls)
-        others = (self._prefill, self._join, self._step, self._choose, self._free)
         for call in calls:
             for _ in range(_TRIES):
                 if call():
                     break
-                self.random.choice(others)()
+                self.random.choice(self._others())()
             else:
                 raise AssertionError(f"{call}: nothing to make it with")
         self._end()
+
+    def _others(self) -> tuple[Callable[[], bool], ...]:
+        """Return the calls that make something to call with."""
+        return self._prefill, self._join, self._step, self._choose, self._free
 
     def _calls(self) -> dict[Callable[[], bool], int]:
         """Return the calls of a program, and how often it makes each."""
@@ -216,7 +219,8 @@ class Program(Walk):
             temperature=self.random.choice((0.0, 2.0)),
             repetition_penalty=self.random.choice((1.0, 1.5)),
             no_repeat_ngram_size=self.random.choice((0, 1)),
-            banned_ids=tuple(self.random.sample(range(97), 60 if draw() < 0.7 else 0)),
+            suppress_tokens=tuple(self.random.sample(range(97), 60 if draw() < 0.7 else 0)),
+            bad_words=tuple(tuple(self.random.sample(range(97), 2)) for _ in range(300 if draw() < 0.5 else 0)),
             eos_ids=tuple(self.random.sample(range(97), 30)),
             min_new_tokens=self.random.choice((0, 4)),
             seed=self.random.randrange(1 << 64),
@@ -352,7 +356,7 @@ class Program(Walk):
             self.model.compact_sequence(lane.seq, slot)
         self._rows[row], lane.row = lane, row
         others = tuple({*range(97)} - {token, lane.tokens[place]})
-        self._begin_one(lane, SamplingParams(no_repeat_ngram_size=1, banned_ids=others))
+        self._begin_one(lane, SamplingParams(no_repeat_ngram_size=1, suppress_tokens=others))
         self._sample(row, [lane])
         return True
 

@@ -180,6 +180,32 @@ def test_generation_config_wins_and_falls_back_to_the_models_ids() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("asked", "left_out"),
+    [
+        ({"max_length": 200, "max_new_tokens": 64}, {}),
+        ({"length_penalty": 0.0, "early_stopping": True}, {}),
+        ({"num_beams": 5}, {"num_beams": 5}),
+        (
+            {"num_beams": 2, "length_penalty": 0.0, "early_stopping": "never"},
+            {"num_beams": 2, "length_penalty": 0.0, "early_stopping": "never"},
+        ),
+        ({"min_new_tokens": 0, "repetition_penalty": 1.0, "bad_words_ids": [], "no_repeat_ngram_size": 0}, {}),
+        (
+            {"forced_eos_token_id": 0, "bad_words_ids": [[7]], "no_repeat_ngram_size": 3},
+            {"no_repeat_ngram_size": 3, "bad_words_ids": ((7,),), "forced_eos_token_id": 0},
+        ),
+        (
+            {"min_new_tokens": 1, "repetition_penalty": 0.5},
+            {"min_new_tokens": 1, "repetition_penalty": 0.5},
+        ),
+    ],
+    ids=str,
+)
+def test_what_greedy_decoding_leaves_out(asked: dict[str, object], left_out: dict[str, object]) -> None:
+    assert list(NllbConfig.from_dict(REAL, asked).generation.not_greedy().items()) == list(left_out.items())
+
+
 def test_several_end_ids_and_no_bos() -> None:
     config = NllbConfig.from_dict(REAL | {"eos_token_id": [2, 3], "bos_token_id": None})
     assert config.eos_token_id == config.generation.eos_token_id == (2, 3)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,10 @@ from gpu_runtime.limits import Limits
 from gpu_runtime.op import REGISTRY
 from gpu_runtime.pointer import DevicePtr
 from metrale.errors import CheckpointError, InvalidInput, UnknownLanguage
-from metrale.model import PrefillSlice, RowMask, SamplingParams
+from metrale.model import BeamParams, BeamReq, PrefillSlice, RowMask, SamplingParams, ScoreReq
 from metrale.nllb.plan import largest_launches
 from tests.nllb.decoding import DEMO
+from tests.reference.adapters import Recipe, write_adapter
 from tests.reference.tiny import write_tiny
 
 SMALL: dict[str, Any] = {"max_batch": 1, "max_source_len": 8, "max_new_tokens": 4}
@@ -74,6 +78,24 @@ def test_what_load_passes_on(tiny_folder: Path) -> None:
     with metrale.load(tiny_folder, "host") as model:
         limits = model.shape.limits
         assert (limits.max_batch, limits.max_source_len, limits.max_new_tokens) == (32, 512, 256)
+
+
+def test_settings_that_are_not_applied_by_themselves(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    asked = {"num_beams": 5, "early_stopping": True, "forced_eos_token_id": 2}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    with pytest.warns(UserWarning, match="asks for num_beams=5") as seen:
+        metrale.load(folder, "host", **SMALL).close()
+    (warning,) = seen
+    assert str(warning.message) == (
+        f"{folder}: the checkpoint asks for num_beams=5, early_stopping=True, forced_eos_token_id=2. This is not "
+        "applied by itself: a translation has it when its call asks for it (num_beams=, early_stopping=, forced_eos=)"
+    )
+    assert warning.filename == __file__, "the warning is at the call"
+    (folder / "generation_config.json").write_text('{"length_penalty": 2.0, "early_stopping": true, "max_length": 9}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        metrale.load(folder, "host", **SMALL).close()
 
 
 @pytest.mark.parametrize("dtype", ["f32", "fp16", "float64", "int8", "", "Float32"])
@@ -185,15 +207,19 @@ class Narrow(HostBackend):
 def test_limits_past_what_the_device_can_launch_are_refused_at_load(tiny_folder: Path) -> None:
     """41 tokens of a packed pass are one block each; the largest launches are judged by the device's own limits."""
     with Narrow() as gpu:
-        limits = {"max_batch": 1, "max_source_len": 40, "max_new_tokens": 4}
+        limits: dict[str, Any] = {"max_batch": 1, "max_source_len": 40, "max_new_tokens": 4}
         metrale.load(tiny_folder, gpu, "float32", **limits).close()
         with pytest.raises(CheckpointError, match=r"the encoder's embed \(rows 41, .*too large here: grid: .*40"):
             metrale.load(tiny_folder, gpu, "float32", **limits | {"max_source_len": 41})
         assert gpu.live_alloc_count() == 0
 
 
-def test_the_largest_launches_are_those_of_the_specs(tiny_folder: Path) -> None:
+@pytest.mark.parametrize("adapters", [{}, {"a": Recipe(1, settings={"r": 2})}])
+def test_the_largest_launches_are_those_of_the_specs(
+    tiny_folder: Path, tmp_path: Path, adapters: dict[str, Recipe]
+) -> None:
     """Every kernel of the model, each with a value for every integer parameter, and none that is larger in use."""
+    folders = {name: write_adapter(tmp_path / name, recipe) for name, recipe in adapters.items()}
     seen: dict[str, dict[str, int]] = {}
 
     class Watched(HostBackend):
@@ -204,15 +230,26 @@ def test_the_largest_launches_are_those_of_the_specs(tiny_folder: Path) -> None:
                 most = seen.setdefault(handle.module, {})
                 most[name] = max(value, most.get(name, 0))
 
-    limits = {"max_batch": 2, "max_source_len": 8, "max_new_tokens": 4}
+    limits: dict[str, Any] = {"max_batch": 2, "max_source_len": 8, "max_new_tokens": 4, "adapters": folders}
     with metrale.load(tiny_folder, Watched(), "float32", source=80, target=81, **limits) as model:
         seqs = [model.alloc_sequence() for _ in range(2)]
+        seqs[0].adapter_slot = len(folders) - 1
         model.prefill_batch_chunk([PrefillSlice.whole(list(range(40, 46)), seq) for seq in seqs])
         base = model.decode_batch([9, 9], seqs)
         model.argmax_rows(base, 4)
         model.argmax_batch_to_feed(base, [RowMask((3,))] * 4, np.empty(4, np.int32), model.create_event())
-        model.begin_sampling(seqs[0], SamplingParams(banned_ids=(3,)))
+        model.begin_sampling(seqs[0], SamplingParams(suppress_tokens=(3,)))
         model.sample_batch_to_feed(base, seqs, np.empty((3, 2), np.int32), model.create_event())
+        for seq in seqs:
+            model.free_sequence(seq)
+        model.generate_beams([BeamReq((40, 41), num_beams=2, max_new=4, suppress_tokens=(3,))])
+        seqs = [model.alloc_beams(1, 8, 5) for _ in range(2)]
+        rows = model.prefill_batch_chunk([PrefillSlice.whole((40,), seq) for seq in seqs])
+        for seq in seqs:
+            model.begin_beams(seq, BeamParams(1), SamplingParams(eos_ids=(2,), max_new_tokens=4))
+        model.select_beams_to_feed(rows, seqs, np.empty(2, np.int32), model.create_event())
+        model.free_sequence(seqs[0])
+        model.score_targets([ScoreReq(range(40, 46), (4, 5, 6))], attention=True)
         model.synchronize()
         planned: dict[str, dict[str, int]] = {}
         for _, op, dims in largest_launches(model.shape):

@@ -156,7 +156,7 @@ def test_every_call_of_a_choice(model: NllbModel, fault: FailCall, number: int) 
 def test_a_move_that_fails_leaves_the_sequence_where_it_is(model: NllbModel, fault: FailCall, number: int) -> None:
     """With how its ids are chosen, and the one that waits."""
     done, seq = prefilled(model, TWO), prefilled(model, ONE)
-    model.begin_sampling(seq, SamplingParams(banned_ids=tuple(range(90)), no_repeat_ngram_size=1))
+    model.begin_sampling(seq, SamplingParams(suppress_tokens=tuple(range(90)), no_repeat_ngram_size=1))
     [token] = sampled(model, model.decode(9, seq), [seq]).ids
     model.free_sequence(done)
     fault.arm(number)

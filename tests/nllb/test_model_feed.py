@@ -220,14 +220,14 @@ def test_nothing_in_a_step_waits(tiny: NllbModel) -> None:
         advance(seqs)
         seqs[0].tokens.append(9)  # any id will do
         with tiny.gpu.launch_trace() as trace:
-            tiny.begin_sampling(seqs[0], SamplingParams(banned_ids=(5,), no_repeat_ngram_size=2), other)
+            tiny.begin_sampling(seqs[0], SamplingParams(suppress_tokens=(5,), no_repeat_ngram_size=2), other)
             tiny.sample_batch_to_feed(base, seqs, dst, event, stream)
             tiny.free_sequence(seqs[3])
             tiny.compact_sequence(seqs[0], 3)
             tiny.decode_batch_fed([SAMPLED] * 3, seqs[:3], other)
         copies = [(record.name, record.stream) for record in trace if record.kind == "copy"]
         uploads = [("h2d", other)] * 2 + [("h2d", stream), ("d2h", stream)]
-        assert copies == [*uploads, *[("d2d", tiny.default_stream())] * 3, ("h2d", other)]
+        assert copies == [*uploads, *[("d2d", tiny.default_stream())] * 4, ("h2d", other)]
         assert "wait" not in {record.kind for record in trace}
         tiny.synchronize(stream)
     for one in (stream, other):
@@ -295,7 +295,7 @@ def test_histories_are_kept_without_waiting(tiny: NllbModel) -> None:
 def test_a_prefill_begins_anew(tiny: NllbModel) -> None:
     seq = prefilled(tiny, CASES[0])
     row = tiny.logits_buffer_ptr().offset((tiny.shape.limits.max_batch + seq.slot_idx) * tiny.logits_row_bytes())
-    tiny.begin_sampling(seq, SamplingParams(banned_ids=tuple(range(90))))
+    tiny.begin_sampling(seq, SamplingParams(suppress_tokens=tuple(range(90))))
     assert sampled(tiny, row, [seq]).ids[0] >= 90
     tiny.prefill(CASES[0].tokens, seq)
     with pytest.raises(InvalidInput, match="has chosen an id"):

@@ -57,7 +57,7 @@ def test_tiny_models_in_float32(
     """All activations, odd width, unequal heads and layers, unscaled embeddings, positions past the config's."""
     folder = write_tiny(tmp_path / "model", seed, **overrides)
     case = Case(src[1:-1], src[0], dec[1], [*dec, 0])
-    limits = {"max_batch": 1, "max_source_len": len(src), "max_new_tokens": len(dec)}
+    limits: dict[str, Any] = {"max_batch": 1, "max_source_len": len(src), "max_new_tokens": len(dec)}
     with metrale.load(folder, gpu, "float32", **limits) as model:
         logits = forced(model, case)
     reference = NllbFloat64.load(folder).logits(src, dec)[1:]

@@ -119,8 +119,9 @@ def test_a_plan_that_cannot_fit_is_refused_before_anything_is_read(
 
 def test_limits_past_all_memory_are_refused_at_once(gpu: GpuBackend, tiny_folder: Path) -> None:
     for name in ("max_batch", "max_source_len", "max_new_tokens"):
+        limits: dict[str, Any] = {name: 10**9}
         with pytest.raises(OutOfMemory, match="the model needs"):
-            metrale.load(tiny_folder, gpu, "float32", **{name: 10**9})
+            metrale.load(tiny_folder, gpu, "float32", **limits)
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -14,14 +14,15 @@ import pytest
 
 import metrale
 from gpu_runtime.host import HostBackend
-from gpu_runtime.limits import Limits
 from metrale.errors import InvalidInput
-from metrale.model import FeedSource, PrefillSlice
+from metrale.model import BeamParams, FeedSource, PrefillSlice
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.limits import ModelShape, ServingLimits
 from metrale.nllb.model import NllbModel
+from tests.nllb.backends import Padding
 from tests.nllb.conftest import MakeModel
 from tests.nllb.decoding import Case, arena, begin, block, changed_rows, prefilled, relative, sampled
+from tests.nllb.searching import search, select, step
 from tests.reference.tiny import tiny_config
 
 ONE = Case([5, 6, 7], 80, 81, [])
@@ -31,13 +32,6 @@ COMPANY = 2e-6
 shape, in which BLAS may sum in another order."""
 
 RUNGS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128]
-
-
-class Padding(HostBackend):
-    """A device that wants decode steps padded."""
-
-    def limits(self) -> Limits:
-        return replace(super().limits(), pad_batches=True)
 
 
 @pytest.fixture
@@ -74,7 +68,7 @@ def test_the_model_says_how_many_rows_a_step_has(make_tiny: MakeModel) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("limits", [{"max_batch": 7}, {"max_batch": 2}, {"max_batch": 1}, {"max_batch": 40}])
-def test_the_plan_is_what_is_allocated(tiny_folder: Path, dtype: str, limits: dict[str, int]) -> None:
+def test_the_plan_is_what_is_allocated(tiny_folder: Path, dtype: str, limits: dict[str, Any]) -> None:
     """It has KV for the rows that nobody owns, which an unpadded model does not need."""
     with Padding() as gpu, HostBackend() as plain:
         plan = metrale.memory_plan(tiny_folder, gpu, dtype, **limits)
@@ -93,8 +87,8 @@ def test_the_plan_is_what_is_allocated(tiny_folder: Path, dtype: str, limits: di
 def steps(model: NllbModel, lanes: int, count: int) -> Iterator[np.ndarray]:
     """Yield the first rows after each of some steps, and free the sequences."""
     seqs = [prefilled(model, case) for case in cases(lanes)]
-    for step in range(count):
-        model.decode_batch([9 + step + lane for lane in range(lanes)], seqs)
+    for turn in range(count):
+        model.decode_batch([9 + turn + lane for lane in range(lanes)], seqs)
         yield arena(model)[:lanes, :97]
     for seq in seqs:
         model.free_sequence(seq)
@@ -186,3 +180,25 @@ def test_fed_steps_are_padded_as_well(make_tiny: MakeModel) -> None:
             ids[-1].append(sampled(model, base, seqs).ids)
     assert ids[0] == ids[1]
     assert len({tuple(step) for step in ids[0]}) > 3
+
+
+def test_steps_of_beams_are_padded_as_well(make_tiny: MakeModel) -> None:
+    """Each beam's row writes its own position of the span, and a row that nobody owns none; it has no ancestors."""
+    padded, plain = make_tiny(max_batch=7), make_tiny(HostBackend(), max_batch=7)
+    found = []
+    for model in (padded, plain):
+        seqs = [search(model, BeamParams(beams)) for beams in (3, 2)]
+        select(model, [row for _, row in seqs], [seq for seq, _ in seqs])
+        for turn in range(4):
+            before = np.frombuffer(block(model.gpu, "KV cache"), np.uint8).reshape(-1, POSITION)
+            with model.gpu.launch_trace() as trace:
+                base = step(model, [seq for seq, _ in seqs])
+            assert trace[1].grid[0] == model.step_rows(5)
+            after = np.frombuffer(block(model.gpu, "KV cache"), np.uint8).reshape(-1, POSITION)
+            first = [5 + 2 + turn, 5 + 6 * 3 + 5 + 2 + turn]  # behind each one's source, and what was fed before
+            expected = [start + 6 * beam for start, beams in zip(first, (3, 2), strict=True) for beam in range(beams)]
+            assert np.flatnonzero((before != after).any(axis=1)).tolist() == expected
+            select(model, [base, base.offset(3 * model.logits_row_bytes())], [seq for seq, _ in seqs])
+        found.append([[one.ids for one in model.take_beams(seq)] for seq, _ in seqs])
+    assert found[0] == found[1]
+    assert [len(one) for one in found[0]] == [1, 1]

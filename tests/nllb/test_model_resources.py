@@ -15,7 +15,7 @@ from gpu_runtime.handles import PinnedMemory
 from gpu_runtime.host import HostBackend
 from gpu_runtime.limits import Limits
 from gpu_runtime.streams import StreamLike
-from metrale.model import PrefillSlice
+from metrale.model import BeamReq, PrefillSlice
 from metrale.nllb.workspace import UPLOADS_AHEAD, gemm_bytes
 from tests.backends import host_only
 from tests.nllb.conftest import MakeModel
@@ -88,8 +88,8 @@ def test_every_product_gets_the_workspace(tmp_path: Path, activation: str, dtype
 class Counting(HostBackend):
     """Knows which events, streams and pieces of page-locked memory are live."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.live: set[tuple[str, int]] = set()
 
     def create_event(self, *, timing: bool = False) -> int:
@@ -125,14 +125,18 @@ class Counting(HostBackend):
 
 @host_only
 def test_closing_leaves_no_event_stream_or_pinned_memory(make_tiny: MakeModel) -> None:
-    """While the model lives it has an event for each of its three turns, and the slots of its four tables and of what
-    is told of how ids are chosen; no stream."""
+    """While the model lives it has an event for each of its three turns, and page-locked memory with some slots, each
+    with an event, for every table (encoder, prefix, decoder, feed, beams) and for each part of what is told of how ids
+    are chosen (bans, words, history). What a search found is copied on a stream of its own, which does not wait for
+    steps, to page-locked memory of its own, with an event."""
     gpu = Counting()
     model = make_tiny(gpu)
-    rings = 4 + 2
-    assert (gpu.count("event"), gpu.count("stream"), gpu.count("pinned")) == (3 + rings * UPLOADS_AHEAD, 0, rings)
+    rings = 5 + 3
+    held = {"event": 3 + rings * UPLOADS_AHEAD + 1, "stream": 1, "pinned": rings + 1}
+    assert {kind: gpu.count(kind) for kind in held} == held
     before = set(gpu.live)
     model.decode(9, prefilled(model, ONE))
+    model.generate_beams([BeamReq([5], 80, 81, num_beams=beams, max_new=4) for beams in (3, 1, 2)])
     assert gpu.live == before
     model.close()
     assert not gpu.live

@@ -36,7 +36,10 @@ def processed(row: NDArray[np.float32], history: list[int], params: SamplingPara
         seen = {tuple(history[at : at + size]) for at in range(len(history) - size + 1)}
         ending = tuple(history[len(history) - size + 1 :])
         x[[token for token in range(97) if (*ending, token) in seen]] = -np.inf
-    x[list(params.banned_ids)] = -np.inf
+    x[list(params.suppress_tokens)] = -np.inf
+    for *prefix, token in params.bad_words:
+        if len(prefix) < len(history) and history[len(history) - len(prefix) :] == prefix:
+            x[token] = -np.inf
     if len(history) - 1 < params.min_new_tokens:  # the start token was not generated
         x[list(params.eos_ids)] = -np.inf
     return x.astype(np.float64)
@@ -78,10 +81,17 @@ def model(make_tiny: MakeModel) -> NllbModel:
     return make_tiny(max_new_tokens=NEW)
 
 
+def words_of(greedy: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Return words that what a greedy sequence says has: from each id on, of growing lengths, and another id last."""
+    words = [tuple(greedy[at : at + 2 + at % 5]) for at in range(len(greedy) - 1)]
+    return (*words, *((*word[:-1], 1 + word[-1] % 96) for word in words[::3]))
+
+
 def ways(greedy: list[int]) -> dict[str, SamplingParams]:
     """Return ways to choose that change the greedy ids."""
     return {
-        "banned": SamplingParams(banned_ids=(greedy[0], greedy[2], 96, 0, 31, 32)),
+        "banned": SamplingParams(suppress_tokens=(greedy[0], greedy[2], 96, 0, 31, 32)),
+        "words": SamplingParams(bad_words=words_of(greedy)),
         "short": SamplingParams(eos_ids=(greedy[0], greedy[1]), min_new_tokens=4),
         "penalty": SamplingParams(repetition_penalty=1.5),
         "bonus": SamplingParams(repetition_penalty=0.4),
@@ -100,7 +110,8 @@ def ways(greedy: list[int]) -> dict[str, SamplingParams]:
             min_p=0.01,
             repetition_penalty=1.2,
             no_repeat_ngram_size=2,
-            banned_ids=tuple(greedy[:2]),
+            suppress_tokens=tuple(greedy[:2]),
+            bad_words=words_of(greedy[2:]),
             eos_ids=(5, 6),
             min_new_tokens=NEW,
             seed=12345,
@@ -133,7 +144,7 @@ def test_log_probabilities_are_those_of_the_rows_as_they_are(model: NllbModel) -
     base = model.decode_batch([9, 10, 11, 12], seqs)
     rows = [model.copy_logits_to_host(base.offset(i * model.logits_row_bytes())) for i in range(4)]
     banned = tuple(int(token) for token in np.argsort(-rows[1])[:3])
-    model.begin_sampling(seqs[1], SamplingParams(banned_ids=banned))
+    model.begin_sampling(seqs[1], SamplingParams(suppress_tokens=banned))
     model.begin_sampling(seqs[2], SamplingParams(temperature=3.0, seed=4))
     choice = sampled(model, base, seqs, logprobs=True)
     for row, token, logprob in zip(rows, choice.ids, choice.logprobs, strict=True):
@@ -148,7 +159,7 @@ def test_rows_that_are_not_sound_and_rows_without_a_choice_are_flagged(model: Nl
     """1 for a NaN or an infinity, 2 when every id is forbidden; the neighbours do not notice."""
     seqs = [prefilled(model, case) for case in CASES]
     base = model.decode_batch([9, 10, 11, 12], seqs)
-    model.begin_sampling(seqs[2], SamplingParams(banned_ids=tuple(range(97))))
+    model.begin_sampling(seqs[2], SamplingParams(suppress_tokens=tuple(range(97))))
     expected = sampled(model, base, seqs)
     assert (expected.flags, expected.ids[2]) == ([0, 0, 2, 0], 0)
     poke(model, 1, {expected.ids[1]: np.nan})
@@ -188,7 +199,8 @@ def test_how_ids_are_chosen_moves_with_the_sequence(model: NllbModel) -> None:
         temperature=1.5,
         repetition_penalty=1.5,
         no_repeat_ngram_size=1,
-        banned_ids=(3, 4),
+        suppress_tokens=(3, 4),
+        bad_words=tuple((token, (token * 7 + at) % 97) for token in range(97) for at in range(3)),
         eos_ids=(5,),
         min_new_tokens=9,
     )
@@ -224,7 +236,9 @@ def test_how_ids_are_chosen_moves_with_the_sequence(model: NllbModel) -> None:
 def test_a_slots_next_owner_chooses_greedily(model: NllbModel, how: str) -> None:
     """Whatever the one before it had been told; the id that waited is gone as well."""
     first, other = prefilled(model, CASES[0]), prefilled(model, CASES[1])
-    model.begin_sampling(first, SamplingParams(temperature=9.0, banned_ids=tuple(range(96)), repetition_penalty=2.0))
+    model.begin_sampling(
+        first, SamplingParams(temperature=9.0, suppress_tokens=tuple(range(96)), repetition_penalty=2.0)
+    )
     ptr = model.decode(9, first)
     assert sampled(model, ptr, [first]).ids == [96]
     model.free_sequence(first)
@@ -253,11 +267,14 @@ def test_beginning_again_replaces_what_was_said(model: NllbModel) -> None:
     row = model.copy_logits_to_host(ptr)
     best = [int(token) for token in np.argsort(-row)[:3]]
     for params, expected in (
-        (SamplingParams(banned_ids=(best[0],)), best[1]),
-        (SamplingParams(banned_ids=(best[1],)), best[0]),
+        (SamplingParams(suppress_tokens=(best[0],)), best[1]),
+        (SamplingParams(suppress_tokens=(best[1],)), best[0]),
         (SamplingParams(eos_ids=(best[0], best[1]), min_new_tokens=3), best[2]),
         (SamplingParams(eos_ids=(best[0], best[1]), min_new_tokens=2), best[0]),  # the language and 9 are two
-        (SamplingParams(banned_ids=(best[2],)), best[0]),
+        (SamplingParams(bad_words=((9, best[0]), (81, 9, best[1]), (2, 81, 9, best[2]))), best[2]),  # of three ids
+        (SamplingParams(bad_words=(*[(1, 2)] * 338, (1, 2, 3), (81, 9, best[0]))), best[1]),  # no more would fit
+        (SamplingParams(bad_words=((2, 81, 9, best[0]), (2, 9, best[1]))), best[0]),
+        (SamplingParams(suppress_tokens=(best[2],)), best[0]),
         (GREEDY, best[0]),
     ):
         model.begin_sampling(seq, params)

@@ -18,7 +18,21 @@ CASES = [Case([5, 6, 7], 80, 81, []), Case([30, 31], 82, 83, [])]
 
 WRONG_BEGINNINGS: list[tuple[str, str, Call]] = [
     ("no params", "params", lambda m, a, b: m.begin_sampling(a, None)),  # type: ignore[arg-type]
-    ("a ban of no id", "banned_ids[1]", lambda m, a, b: m.begin_sampling(a, SamplingParams(banned_ids=(5, 97)))),
+    (
+        "a ban of no id",
+        "suppress_tokens[1]",
+        lambda m, a, b: m.begin_sampling(a, SamplingParams(suppress_tokens=(5, 97))),
+    ),
+    (
+        "a bad word with no id",
+        "bad_words[1][2]",
+        lambda m, a, b: m.begin_sampling(a, SamplingParams(bad_words=((1, 2), (3, 4, 97)))),
+    ),
+    (
+        "bad words without room",
+        "bad_words",
+        lambda m, a, b: m.begin_sampling(a, SamplingParams(bad_words=((1, 2),) * 340 + ((1, 2, 3),))),
+    ),
     ("an EOS that is no id", "eos_ids[0]", lambda m, a, b: m.begin_sampling(a, SamplingParams(eos_ids=(1 << 30,)))),
 ]
 
@@ -33,7 +47,7 @@ def test_a_wrong_beginning_changes_nothing(tiny: NllbModel, argument: str, call:
 
     assert_refused(tiny, asked, argument)
     seq = prefilled(tiny, CASES[0])
-    tiny.begin_sampling(seq, SamplingParams(banned_ids=tuple(range(90))))
+    tiny.begin_sampling(seq, SamplingParams(suppress_tokens=tuple(range(90))))
     ptr = tiny.decode(9, seq)
     before = sampled(tiny, ptr, [seq]).ids
     with pytest.raises(InvalidInput):
@@ -109,7 +123,7 @@ def test_choosing_in_a_capture_is_refused(tiny: NllbModel, call: str) -> None:
         model.gpu.begin_capture(stream)
         try:
             if call == "begin_sampling":
-                model.begin_sampling(live, SamplingParams(banned_ids=(5,)), stream)
+                model.begin_sampling(live, SamplingParams(suppress_tokens=(5,)), stream)
             else:
                 model.sample_batch_to_feed(model.logits_buffer_ptr(), [live], room, event, stream)
         finally:

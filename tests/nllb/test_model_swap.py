@@ -116,7 +116,7 @@ def test_what_is_saved_is_one_line_and_the_keys_and_values(tiny: NllbModel) -> N
     tiny.decode(9, seq)
     line, _, kv = saved(tiny, seq).partition(b"\n")
     assert json.loads(line) == {
-        "format": "metrale sequence 1",
+        "format": "metrale sequence 2",
         "dtype": "f32",
         "d_model": 32,
         "decoder_layers": 3,

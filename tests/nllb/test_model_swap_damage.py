@@ -178,7 +178,7 @@ def test_a_model_of_another_layout_refuses(
     data = saved(model, prefilled(model, ONE))
     dtype = options.pop("dtype", "float32")
     folder = write_tiny(tmp_path / "model", 3, **options)
-    limits = {"max_batch": 2, "max_source_len": 12, "max_new_tokens": 8}
+    limits: dict[str, Any] = {"max_batch": 2, "max_source_len": 12, "max_new_tokens": 8}
     with metrale.load(folder, model.gpu, dtype, **limits) as other:
         seq = other.alloc_sequence()
         with pytest.raises(InvalidInput) as refused:

@@ -89,7 +89,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, .
         yield f"model.{side}.layer_norm.bias", (d,)
 
 
-def _variates(bits: np.random.PCG64, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
+def variates(bits: np.random.PCG64, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
     """Bell-shaped variates of mean 0 and deviation 1: the sum of a word's four 16-bit fields (Irwin-Hall)."""
     fields = bits.random_raw(math.prod(shape)).view(np.uint16).reshape(-1, 4).sum(axis=1, dtype=np.int64)
     return np.asarray((fields - 2 * 65535) * (math.sqrt(3.0) / 65536), dtype=np.float64).reshape(shape)
@@ -109,7 +109,7 @@ def tiny_tensors(seed: int, config: Mapping[str, Any], dtype: str = "float32") -
     embedding = INPUT_DEVIATION / (math.sqrt(d) if config["scale_embedding"] else 1.0)
     tensors: dict[str, npt.NDArray[Any]] = {}
     for name, shape in tensor_shapes(config):
-        x = _variates(bits, shape)
+        x = variates(bits, shape)
         if name == "model.decoder.layer_norm.weight":
             x *= LOGITS_DEVIATION / (embedding * math.sqrt(d))
         elif name.endswith("norm.weight"):
