@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The engine: requests in, tokens out, many at a time. It drives any model through the Model interface."""
 
+from metrale.engine.checked import checked_request
 from metrale.engine.engine import Engine
 from metrale.engine.errors import EngineClosed, EngineError, QueueFull, RequestFailed
 from metrale.engine.handle import RequestHandle
@@ -18,4 +19,5 @@ __all__ = [
     "Request",
     "RequestFailed",
     "RequestHandle",
+    "checked_request",
 ]

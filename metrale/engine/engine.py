@@ -9,13 +9,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
 from metrale.checks import integer, real
+from metrale.engine.checked import checked_request
 from metrale.engine.errors import EngineClosed, EngineError, QueueFull
 from metrale.engine.handle import RequestHandle
 from metrale.engine.prometheus import prometheus_text
@@ -44,7 +44,8 @@ class Engine:
     max_queue : int
         Requests that may wait; `submit` holds its caller back while so many do.
     max_lanes : int or None
-        Requests that run at once; None: as many as the model has slots.
+        Lanes, which all requests that run share: a beam search takes one for each beam, any other request one. None:
+        as many as the model has slots.
     max_prefill_tokens : int
         Source tokens that one step prefills (a longer source has a step to itself), which keeps steps short.
     prefill_interval : int
@@ -82,6 +83,7 @@ class Engine:
             raise InvalidInput("model", "a Model", model)
         if not model.supports_device_token_feed():
             raise NotSupported(type(model).__name__, "Engine", "it has no device token feed")
+        self._model = model
         self._capacity = model.capacity()
         self._vocab = model.vocab_size()
         slots = self._capacity.max_sequences
@@ -91,6 +93,7 @@ class Engine:
             prefill_interval=integer("prefill_interval", prefill_interval, 1),
             lag=int(model.runs_ahead()) if lag is None else integer("lag", lag, 0, 64),
         )
+        self._lanes = policy.max_lanes
         self._clock = clock
         self._pid = os.getpid()
         self._recorder = Recorder(clock)
@@ -133,7 +136,8 @@ class Engine:
         Raises
         ------
         InvalidInput
-            When the model cannot serve the request: too long, or an id outside the vocabulary.
+            When the model cannot serve the request: too long, too wide, an id outside the vocabulary, or an adapter
+            that is not resident.
         QueueFull
             When there was no room in the queue.
         EngineClosed
@@ -167,50 +171,32 @@ class Engine:
             raise EngineError("the engine belongs to another process: a fork has none of its threads")
         if self._queue.closed:
             raise EngineClosed("the engine is closed")
+        request = checked_request(request, self._capacity, self._vocab, self._lanes)
         handle = RequestHandle(
-            self._checked(request), clock=self._clock, engine_thread=self._thread, on_cancel=self._worker.cancel
+            request,
+            clock=self._clock,
+            engine_thread=self._thread,
+            on_cancel=self._worker.cancel,
+            adapter_id=self._adapter_id(request.adapter_slot),
         )
-        if handle.request.most_tokens == 1:  # the language token, which is given
+        if request.most_tokens == request.counted_from:  # the language token, which is given
             self._recorder.submitted()
             self._recorder.finished("length", 0.0)
             handle.finish("length")
         return handle
 
-    def _checked(self, request: Request) -> Request:
-        """Return the request as the model will be asked, or refuse what it cannot serve."""
-        if not isinstance(request, Request):
-            raise InvalidInput("request", "a Request", request)
-        capacity, sampling = self._capacity, request.sampling
-        if request.eos_ids is None or request.max_new_tokens is None:
-            eos = capacity.eos_ids if request.eos_ids is None else request.eos_ids
-            request = replace(request, eos_ids=eos, max_new_tokens=request.max_new_tokens or capacity.max_new_tokens)
-        for name, language, needed in (
-            ("src_lang_id", request.src_lang_id, capacity.needs_src_lang),
-            ("tgt_lang_id", request.tgt_lang_id, capacity.needs_tgt_lang),
-        ):
-            if needed and not language:
-                raise InvalidInput(name, "a language id, as the model was loaded without a default", 0)
-        for name, count, most in (
-            ("prompt_tokens", len(request.prompt_tokens), capacity.max_prompt_tokens),
-            ("max_new_tokens", request.most_tokens, capacity.max_new_tokens),
-        ):
-            if count > most:
-                raise InvalidInput(name, f"at most {most} tokens, the model's limit", f"{count}")
-        for name, ids in (
-            ("prompt_tokens", request.prompt_tokens),
-            ("eos_ids", request.end_ids),
-            ("src_lang_id", (request.src_lang_id,)),
-            ("tgt_lang_id", (request.tgt_lang_id,)),
-            ("sampling.banned_ids", sampling.banned_ids),
-            ("sampling.eos_ids", sampling.eos_ids),
-        ):
-            if ids and max(ids) >= self._vocab:
-                raise InvalidInput(name, f"ids in [0, {self._vocab})", f"{max(ids)}")
-        if sampling.min_new_tokens and not sampling.eos_ids:
-            withheld = tuple(sorted(request.end_ids))
-            least = sampling.min_new_tokens if withheld else 0  # without any, nothing ends it early
-            request = replace(request, sampling=replace(sampling, eos_ids=withheld, min_new_tokens=least))
-        return request
+    def _adapter_id(self, slot: int) -> int:
+        """Return the model's number for the adapter in a slot. `InvalidInput` when none is there."""
+        if slot == -1:
+            return 0
+        with self._model.exclusive():
+            resolved = self._model.acquire_adapter_slot(slot)
+            try:
+                if resolved != slot:
+                    raise InvalidInput("adapter_slot", "-1, or the slot of a resident adapter of the model", slot)
+                return self._model.adapter_id_for(slot)
+            finally:
+                self._model.release_adapter_slot(resolved)
 
     @property
     def closed(self) -> bool:

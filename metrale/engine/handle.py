@@ -19,6 +19,7 @@ from metrale.engine.errors import EngineError, text_of
 from metrale.engine.request import FinishReason, Generated, Request
 from metrale.engine.wakeup import LoopWakeup, ThreadWakeup
 from metrale.errors import SequenceError
+from metrale.model import Hypothesis
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class RequestHandle:
     admitted_at : float or None
         When the request first got a lane; the engine writes it.
     first_token_at, finished_at : float or None
+    adapter_id : int
+        The model's number for the adapter that was in the request's slot when it came.
     place : tuple or None
         The queue's own: where the handle stands in it, and stands again when it comes back.
     """
@@ -65,7 +68,9 @@ class RequestHandle:
         "_clock",
         "_end_waiters",
         "_engine_thread",
+        "_eos_id",
         "_error",
+        "_found",
         "_length",
         "_lock",
         "_logprobs",
@@ -73,6 +78,7 @@ class RequestHandle:
         "_reason",
         "_token_waiters",
         "_tokens",
+        "adapter_id",
         "admitted_at",
         "deadline",
         "finished_at",
@@ -89,8 +95,10 @@ class RequestHandle:
         clock: Callable[[], float] = time.monotonic,
         engine_thread: threading.Thread | None = None,
         on_cancel: Callable[[RequestHandle], None] | None = None,
+        adapter_id: int = 0,
     ) -> None:
         self.request = request
+        self.adapter_id = adapter_id
         self.submitted_at = clock()
         self.deadline = None if request.timeout is None else self.submitted_at + request.timeout
         self.admitted_at: float | None = None
@@ -103,8 +111,10 @@ class RequestHandle:
         self._lock = threading.Lock()
         self._tokens = array("i")
         self._logprobs = array("d")
-        self._length = 1
+        self._length = request.counted_from
+        self._found: list[Hypothesis] | None = None
         self._reason: FinishReason | None = None
+        self._eos_id: int | None = None
         self._error: str | None = None
         self._cancel_requested = False
         self._token_waiters: list[Wakeup] = []
@@ -229,7 +239,9 @@ class RequestHandle:
             self._length += 1
             if request.logprobs:
                 self._logprobs.append(logprob)
-            if not is_eos:
+            if is_eos:
+                self._eos_id = token
+            else:
                 self._tokens.append(token)
                 if self._token_waiters:
                     waiters, self._token_waiters = self._token_waiters, waiters
@@ -238,6 +250,39 @@ class RequestHandle:
         if is_eos:
             return "eos"
         return "length" if self._length >= request.most_tokens else None
+
+    def push_hypotheses(self, found: list[Hypothesis]) -> FinishReason:
+        """Take what the request's search has found, the best first; return why the request has to end.
+
+        The tokens of the best one are the request's.
+
+        Raises
+        ------
+        SequenceError
+            When the request has ended.
+        """
+        request, best = self.request, found[0]
+        given = 1 + len(request.prefix_tokens)
+        is_eos = best.ids[-1] in request.end_ids and len(best.ids) > given
+        self.first_token_at = self._clock()
+        with self._lock:
+            if self._reason is not None:
+                raise SequenceError(f"push_hypotheses: the request has ended ({self._reason})")
+            self._found = found
+            self._eos_id = best.ids[-1] if is_eos else None
+            self._tokens.extend(best.ids[given : len(best.ids) - is_eos])
+            self._logprobs.extend(best.logprobs[given:])
+            self._length = request.counted_from + len(best.ids) - given
+            waiters, self._token_waiters = self._token_waiters, []
+        for waiter in waiters:
+            waiter.wake()
+        return "eos" if is_eos else "length"
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens so far, without the language token and EOS."""
+        with self._lock:
+            return self._tokens.tolist()
 
     def call_on_token(self, token: int) -> str | None:
         """Call the request's ``on_token``, if it has one, unless the token is EOS; return what it raised, as a text.
@@ -275,13 +320,17 @@ class RequestHandle:
     def _generated(self) -> Generated:
         assert self._reason is not None
         asked = self.request.logprobs
+        logprob = sum(self._logprobs) if asked else math.nan
         return Generated(
             ids=self._tokens.tolist(),
             finish_reason=self._reason,
-            logprob=sum(self._logprobs) if asked else math.nan,
+            logprob=logprob,
             logprobs=self._logprobs.tolist() if asked else None,
             length=self._length,
+            score=self._found[0].score if self._found else logprob / max(self._length, 1),
+            hypotheses=None if self._found is None else list(self._found),
             error=self._error,
+            eos_id=self._eos_id if self._reason == "eos" else None,
         )
 
     def _call(self, callback: Callable[[RequestHandle], object]) -> None:

@@ -20,11 +20,13 @@ class Lane:
     limit : int
         Decoder positions that the sequence has KV for.
     chosen : int
-        Tokens that have been chosen, or will be by the steps enqueued.
+        Tokens that have been chosen, of each beam, or will be by the steps enqueued.
     ids : list of int
         Those of them that the host knows, EOS included.
     pending : int or None
         The last of ``ids`` when the next step must take it from the host; None when it is on the device.
+    adapter : int
+        The reference that it has to an adapter of the model, or -1.
     """
 
     handle: RequestHandle
@@ -33,6 +35,7 @@ class Lane:
     chosen: int = 0
     ids: list[int] = field(default_factory=list)
     pending: int | None = None
+    adapter: int = -1
     ended: bool = False
 
     @property
@@ -40,9 +43,20 @@ class Lane:
         return self.handle.request.priority
 
     @property
+    def is_search(self) -> bool:
+        """Whether the sequence is searched with beams."""
+        return self.handle.request.beams is not None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the next step: one for each beam, once the beams differ."""
+        return self.handle.request.width if self.chosen else 1
+
+    @property
     def is_complete(self) -> bool:
-        """Whether the steps enqueued reach the request's limit. The language token, which is given, counts."""
-        return 1 + self.chosen >= self.handle.request.most_tokens
+        """Whether the steps enqueued reach the request's limit."""
+        request = self.handle.request
+        return request.counted_from + self.chosen >= request.most_tokens
 
     @property
     def is_full(self) -> bool:
@@ -68,12 +82,15 @@ class Swapped:
         Decoder positions in use.
     data : bytes
         What `save_sequence_state` wrote.
+    adapter : int
+        The lane's reference to an adapter, which it keeps.
     """
 
     handle: RequestHandle
     ids: list[int]
     positions: int
     data: bytes
+    adapter: int = -1
 
 
 def place(handle: RequestHandle) -> tuple[float, int]:

@@ -13,7 +13,7 @@ from typing import Final, Literal, Self
 from metrale.checks import integer, real
 from metrale.engine.errors import RequestFailed
 from metrale.errors import InvalidInput
-from metrale.model import GREEDY, SamplingParams
+from metrale.model import GREEDY, BeamParams, Hypothesis, SamplingParams
 
 FinishReason = Literal["eos", "length", "cancelled", "timeout", "error"]
 """Why a sequence ended: it chose EOS, it reached its limit, or somebody or something stopped it."""
@@ -41,7 +41,15 @@ class Request:
     eos_ids : frozenset of int or None
         Every id that ends the sequence; None takes the model's. With an empty set, it runs to ``max_new_tokens``.
     sampling : SamplingParams
-        Greedy unless given. With ``min_new_tokens`` and no ``eos_ids`` of its own, it withholds the request's.
+        Greedy unless given. With ``min_new_tokens`` or ``bad_words`` and no ``eos_ids`` of its own, EOS means the
+        request's; with beams it always does. Its own ``max_new_tokens`` is not looked at.
+    beams : BeamParams or None
+        Search with so many beams, of which each takes a lane; None takes one token after the other. The tokens come all
+        together, when the search has ended.
+    prefix_tokens : tuple of int
+        Ids that the target begins with after its language. They are given, not generated: ``max_new_tokens``,
+        ``min_new_tokens`` and the length of a score count only what follows them, the language then no more. All of it
+        together is at most the model's limit.
     adapter_slot : int
         Adapter to apply, or -1 for the base model.
     priority : int
@@ -68,6 +76,8 @@ class Request:
     _: KW_ONLY
     eos_ids: frozenset[int] | None = None
     sampling: SamplingParams = GREEDY
+    beams: BeamParams | None = None
+    prefix_tokens: Sequence[int] = ()
     adapter_slot: int = -1
     priority: int = 0
     timeout: float | None = None
@@ -75,7 +85,8 @@ class Request:
     on_token: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_tokens", _ids("prompt_tokens", self.prompt_tokens))
+        for name in ("prompt_tokens", "prefix_tokens"):
+            object.__setattr__(self, name, _ids(name, getattr(self, name)))
         if self.eos_ids is not None:
             object.__setattr__(self, "eos_ids", frozenset(_ids("eos_ids", self.eos_ids)))
         if self.max_new_tokens is not None:
@@ -90,6 +101,11 @@ class Request:
             object.__setattr__(self, name, integer(name, getattr(self, name), low, _MOST))
         if not isinstance(self.sampling, SamplingParams):
             raise InvalidInput("sampling", "a SamplingParams", self.sampling)
+        if self.beams is not None:
+            if not isinstance(self.beams, BeamParams):
+                raise InvalidInput("beams", "a BeamParams or None", self.beams)
+            if self.sampling.temperature:
+                raise InvalidInput("sampling.temperature", "0, as beam search draws nothing", self.sampling.temperature)
         if self.timeout is not None:
             expected = "a finite number of seconds above 0, or None"
             object.__setattr__(self, "timeout", real("timeout", self.timeout, _LEAST_SECONDS, math.inf, expected))
@@ -105,6 +121,26 @@ class Request:
         """``max_new_tokens`` of a request that an engine has completed."""
         assert self.max_new_tokens is not None
         return self.max_new_tokens
+
+    @property
+    def width(self) -> int:
+        """Lanes that the request takes."""
+        return 1 if self.beams is None else self.beams.num_beams
+
+    @property
+    def counted_from(self) -> int:
+        """Tokens that count before any is chosen: the language's, unless more is given."""
+        return 0 if self.prefix_tokens else 1
+
+    @property
+    def given_tokens(self) -> int:
+        """Tokens of the target that come before those which ``max_new_tokens`` counts."""
+        return 1 + len(self.prefix_tokens) if self.prefix_tokens else 0
+
+    @property
+    def target_positions(self) -> int:
+        """Decoder positions of a target at its limit: the last token is not fed, and the decoder start is."""
+        return self.given_tokens + self.most_tokens
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -123,13 +159,22 @@ class Generated:
         The tokens chosen, without the language token and EOS.
     finish_reason : FinishReason
     logprob : float
-        Sum of the chosen tokens' log-probabilities under the unprocessed logits, EOS included; NaN unless asked for.
+        Sum of the chosen tokens' log-probabilities, EOS included; NaN unless asked for. They are those of the
+        unprocessed logits, and with beams those of the search, after its processors.
     logprobs : list of float or None
         Its terms, one for each chosen token, EOS included; None unless asked for.
     length : int
-        Tokens that a score divides by: the language token, ``ids`` and, if there, EOS.
+        Tokens that a score divides by: the language token (not after a given prefix), ``ids`` and, if there, EOS.
+    score : float
+        The sequence's score as transformers defines it: with beams, that of the search; otherwise ``logprob`` over
+        ``length``, NaN unless log-probabilities were asked for.
+    hypotheses : list of Hypothesis or None
+        What a beam search found, the best first, at most ``num_return_sequences``. None without beams, and when no
+        search came to its end: the request was ended before, or asked for the language token alone.
     error : str or None
         What went wrong, with ``finish_reason`` "error".
+    eos_id : int or None
+        The id that ended the sequence, with ``finish_reason`` "eos".
     """
 
     ids: list[int] = field(default_factory=list)
@@ -137,7 +182,10 @@ class Generated:
     logprob: float = math.nan
     logprobs: list[float] | None = None
     length: int = 1
+    score: float = math.nan
+    hypotheses: list[Hypothesis] | None = None
     error: str | None = None
+    eos_id: int | None = None
 
     def raise_for_error(self) -> Self:
         """Return the result itself, unless it ended with "error".

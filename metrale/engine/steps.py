@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Steps on the device: some lanes decode, others are prefilled beside them, and every one chooses its next token.
 
-A step is enqueued without waiting for the one before it. Its tokens are read some steps later, from page-locked memory,
-when an event says that they are there.
+A lane that is searched with beams has a row for each, and its choice is one step of the search. A step is enqueued
+without waiting for the one before it. Its tokens are read some steps later, from page-locked memory, when an event says
+that they are there.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +18,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_runtime.pointer import DevicePtr
 from metrale.engine.lane import Lane
 from metrale.model import GREEDY, FeedSource, Model, PrefillSlice, SequenceState
 
@@ -24,7 +27,7 @@ _RESULTS = 3  # id, log-probability, flags
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step chose for one lane."""
+    """What a step chose for one lane, or the flags of its search, which has no token then."""
 
     lane: Lane
     token: int
@@ -42,10 +45,16 @@ class Failure:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A step in flight: its lanes in the order of its rows, and where their results will be."""
+    """A step in flight: the lanes that chose a token, in the order of their rows, and those that are searched, and
+    where their results will be."""
 
-    lanes: list[Lane]
+    choosing: list[Lane]
+    searched: list[Lane]
     buffer: int
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return [*self.choosing, *self.searched]
 
 
 class Steps:
@@ -55,7 +64,7 @@ class Steps:
     ----------
     model : Model
     rows : int
-        Most lanes of a step.
+        Most rows of a step.
     depth : int
     """
 
@@ -64,7 +73,8 @@ class Steps:
         self._flights: deque[_Flight] = deque()
         self._buffers: list[NDArray[np.int32]] = []
         self._events: list[int] = []
-        size = _RESULTS * rows * np.dtype(np.int32).itemsize
+        self._rows = rows
+        size = (_RESULTS + 1) * rows * np.dtype(np.int32).itemsize  # and the flags of searches
         with ExitStack() as undo:
             self._prefill_stream = model.create_stream()
             undo.callback(model.destroy_stream, self._prefill_stream)
@@ -95,36 +105,39 @@ class Steps:
     def enqueue(self, decoding: Sequence[Lane], joining: Sequence[Lane]) -> list[Failure]:
         """Enqueue one step: ``decoding`` lanes in the first rows, then ``joining`` ones, which are prefilled.
 
-        What fails is tried again in parts, so that only the lanes whose own part fails are lost.
+        Of the decoding ones those with beams come first, and of the joining ones last: so the rows of all that choose a
+        token are neighbours. What fails is tried again in parts, so that only the lanes whose own part fails are lost.
 
         Returns
         -------
         list of Failure
             The lanes that the step gives no token, one perhaps twice. What their sequences hold is not known.
         """
-        buffer = self._free[0]
+        first = sorted(decoding, key=lambda lane: not lane.is_search)
+        last = sorted(joining, key=lambda lane: lane.is_search)
         with self._model.exclusive():  # the rows are everybody's until the tokens are chosen
-            lanes, failures = self._forward(list(decoding), list(joining))
+            lanes, failures = self._forward(first, last)
             if not lanes:
                 return failures
-            failures += self._begin(lanes)
-            error = self._choose(lanes, buffer)
-        if error is not None:
-            return [*failures, *(Failure(lane, error) for lane in lanes)]
-        self._free.popleft()
-        self._flights.append(_Flight(lanes, buffer))
-        return failures
+            failed = self._begin(lanes)
+            lost = {failure.lane for failure in failed if failure.lane.is_search}  # there is nothing to select for them
+            flight, failed_choices = self._choose(lanes, lost, self._free[0])
+        if flight.lanes:
+            self._free.popleft()
+            self._flights.append(flight)
+        return [*failures, *failed, *failed_choices]
 
     def _forward(self, decoding: list[Lane], joining: list[Lane]) -> tuple[list[Lane], list[Failure]]:
-        """Enqueue the forward; return the lanes whose logits are in rows 0, 1, ..., and those that failed."""
+        """Enqueue the forward; return the lanes whose logits are in rows from 0 on, and those that failed."""
         try:
             self._model.mixed_forward_batch_fed(*_fed(decoding), _slices(joining), self._prefill_stream)
             failures: list[Failure] = []
         except Exception:  # written again from the start: a forward leaves nothing behind that a second one minds
             decoding, failures = self._decode_alone(decoding)
             joined: list[Lane] = []
+            decoded = sum(lane.rows for lane in decoding)
             for lane in joining:
-                row = len(decoding) + len(joined)
+                row = decoded + len(joined)
                 try:
                     self._model.prefill_batch_chunk_rows(_slices([lane]), self._prefill_stream, row)
                     joined.append(lane)
@@ -148,32 +161,71 @@ class Steps:
     def _begin(self, lanes: list[Lane]) -> list[Failure]:
         """Tell the device how lanes choose that do so for the first time, or again; return those that cannot.
 
-        They keep their rows in this step, where something is chosen that nobody will read.
+        They keep their rows in this step, where a token may be chosen that nobody will read.
         """
         failures = []
         for lane in lanes:
-            sampling = lane.handle.request.sampling
+            request = lane.handle.request
             # a lane that comes back tells the device its history anew, now that the pending token belongs to it
-            if (lane.chosen and lane.pending is None) or sampling == GREEDY:
+            if (lane.chosen and lane.pending is None) or (request.sampling == GREEDY and request.beams is None):
                 continue
-            error = _twice(partial(self._model.begin_sampling, lane.seq, sampling))
+            if request.beams is None:
+                begin = partial(self._model.begin_sampling, lane.seq, request.sampling)
+            else:
+                begin = partial(self._model.begin_beams, lane.seq, request.beams, request.sampling)
+            error = _twice(begin)
             if error is not None:
                 failures.append(Failure(lane, error))
         return failures
 
-    def _choose(self, lanes: list[Lane], buffer: int) -> Exception | None:
-        """Let every lane choose its next token; return what went wrong. Choosing again gives the same tokens."""
-        model = self._model
+    def _choose(self, lanes: list[Lane], lost: Collection[Lane], buffer: int) -> tuple[_Flight, list[Failure]]:
+        """Let every lane choose, but those that are lost; return who did, and who could not."""
+        choosing = [lane for lane in lanes if not lane.is_search]
+        searched = [lane for lane in lanes if lane.is_search and lane not in lost]
+        first, rows, row = 0, [], 0
+        for lane in lanes:
+            if lane in searched:
+                rows.append(self._row(row))
+            elif choosing and lane is choosing[0]:
+                first = row
+            row += lane.rows
+        failures = [
+            *self._attempt(choosing, lambda: self._choose_tokens(choosing, first, buffer), 2),
+            *self._attempt(searched, lambda: self._select(searched, rows, buffer), 1),  # a second selection is another
+        ]
+        failed = {failure.lane for failure in failures}
+        flight = _Flight(
+            [lane for lane in choosing if lane not in failed], [lane for lane in searched if lane not in failed], buffer
+        )
+        for lane in flight.lanes:
+            lane.chosen += 1
+            lane.pending = None
+        return flight, failures
+
+    @staticmethod
+    def _attempt(lanes: list[Lane], call: Callable[[], None], times: int) -> list[Failure]:
+        """Make a call for lanes, if there are any, at most so often; return them as failures if it never works."""
+        error = _repeated(call, times) if lanes else None
+        return [] if error is None else [Failure(lane, error) for lane in lanes]
+
+    def _choose_tokens(self, lanes: list[Lane], first: int, buffer: int) -> None:
+        """Enqueue the choice of lanes whose rows follow row ``first``. Choosing again gives the same tokens."""
         seqs = [lane.seq for lane in lanes]
         logprobs = any(lane.handle.request.logprobs for lane in lanes)
         dst, event = self._view(buffer, len(lanes)), self._events[buffer]
-        rows = model.logits_buffer_ptr()
-        error = _twice(partial(model.sample_batch_to_feed, rows, seqs, dst, event, logprobs=logprobs))
-        if error is None:
-            for lane in lanes:
-                lane.chosen += 1
-                lane.pending = None
-        return error
+        self._model.sample_batch_to_feed(self._row(first), seqs, dst, event, logprobs=logprobs)
+
+    def _select(self, lanes: list[Lane], rows: list[DevicePtr], buffer: int) -> None:
+        """Enqueue a step of the lanes' searches. It comes after the choice, so that the event tells of both."""
+        flags = self._states(buffer)[: len(lanes)]
+        self._model.select_beams_to_feed(rows, [lane.seq for lane in lanes], flags, self._events[buffer])
+
+    def _row(self, row: int) -> DevicePtr:
+        return self._model.logits_buffer_ptr().offset(row * self._model.logits_row_bytes())
+
+    def _states(self, buffer: int) -> NDArray[np.int32]:
+        """Return where the flags of searches go."""
+        return self._buffers[buffer][-self._rows :]
 
     def _view(self, buffer: int, lanes: int) -> NDArray[np.int32]:
         return self._buffers[buffer][: _RESULTS * lanes].reshape(_RESULTS, lanes)
@@ -183,16 +235,25 @@ class Steps:
         flight = self._flights.popleft()
         self._free.append(flight.buffer)
         self._model.event_synchronize(self._events[flight.buffer])
-        results = self._view(flight.buffer, len(flight.lanes))
+        results = self._view(flight.buffer, len(flight.choosing))
         ids, flags = results[0].tolist(), results[2].tolist()
         logprobs = results[1].view(np.float32).tolist()
-        return [Outcome(*one) for one in zip(flight.lanes, ids, logprobs, flags, strict=True)]
+        states = self._states(flight.buffer)[: len(flight.searched)].tolist()
+        return [
+            *(Outcome(*one) for one in zip(flight.choosing, ids, logprobs, flags, strict=True)),
+            *(Outcome(lane, -1, math.nan, state) for lane, state in zip(flight.searched, states, strict=True)),
+        ]
 
 
 def _twice(call: Callable[[], None]) -> Exception | None:
     """Make a call, and once more if it fails; return how it failed then."""
+    return _repeated(call, 2)
+
+
+def _repeated(call: Callable[[], None], times: int) -> Exception | None:
+    """Make a call, again if it fails, at most so many times; return how it failed the last time."""
     failure = None
-    for _ in range(2):
+    for _ in range(times):
         try:
             call()
         except Exception as error:

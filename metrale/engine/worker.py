@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from metrale.engine.admission import Admission, victim
+from metrale.engine.admission import Admission, those_giving_way
 from metrale.engine.errors import text_of
 from metrale.engine.handle import RequestHandle
 from metrale.engine.lane import Lane, Swapped, place
@@ -17,7 +17,14 @@ from metrale.engine.request import FinishReason
 from metrale.engine.stats import Gauges, Recorder
 from metrale.engine.steps import Outcome, Steps
 from metrale.engine.waiting import WaitingQueue
-from metrale.model import NO_CHOICE_FLAG, NOT_FINITE_FLAG, Model
+from metrale.model import (
+    BEAM_DONE_FLAG,
+    BEAM_NO_CHOICE_FLAG,
+    BEAM_NOT_FINITE_FLAG,
+    NO_CHOICE_FLAG,
+    NOT_FINITE_FLAG,
+    Model,
+)
 
 log = logging.getLogger(__name__)
 
@@ -111,13 +118,17 @@ class Worker:
         usage = self._model.kv_usage() or (None, None)
         return Gauges(
             waiting=len(self._queue),
-            running=len(self._lanes),
+            running=self._taken(),
             max_lanes=self._policy.max_lanes,
             swapped_out=len(self._swapped),
             kv_used_bytes=usage[0],
             kv_total_bytes=usage[1],
             device_live_bytes=self._model.device_bytes(),
         )
+
+    def _taken(self) -> int:
+        """Return how many lanes the running requests take."""
+        return sum(lane.handle.request.width for lane in tuple(self._lanes))
 
     # the thread
 
@@ -182,6 +193,7 @@ class Worker:
             self._finish(handle, "timeout")
         for swapped in [one for one in self._swapped if self._why_ended(one.handle, now)]:
             self._swapped.remove(swapped)
+            self._admission.drop(swapped)
             self._finish(swapped.handle, self._why_ended(swapped.handle, now) or "cancelled")
         for lane in tuple(self._lanes):
             reason = self._why_ended(lane.handle, now)
@@ -212,6 +224,10 @@ class Worker:
                 log.warning("a sequence could not be freed: %s", fault)
                 lane.handle.finish(reason, error)
         for swapped in self._swapped:
+            try:
+                self._admission.drop(swapped)
+            except Exception as fault:
+                log.warning("an adapter could not be given back: %s", fault)
             self._finish(swapped.handle, reason, error)
         self._swapped.clear()
         while (handle := self._queue.pop()) is not None:
@@ -257,34 +273,31 @@ class Worker:
         handle = _handle(candidate)
         while (lane := self._take_in(candidate)) is None and not handle.done:
             if self._admission.is_hopeless:
-                self._withdraw(candidate)
-                self._finish(handle, "error", NO_MEMORY)
+                self._give_up(candidate, NO_MEMORY)
                 return None
-            movable = [one for one in self._lanes if one not in joining and one.pending is None]
-            other = victim(movable, handle)
-            if other is not None and len(self._steps):
+            movable = [one for one in self._lanes if not (one in joining or one.is_search) and one.pending is None]
+            others = those_giving_way(movable, handle)
+            if not others or self._taken() - len(others) + handle.request.width > self._policy.max_lanes:
+                return None  # nobody is moved out in vain
+            if len(self._steps):
                 self._land()  # what ends now may make room enough
-                continue
-            if other is not None:
-                self._move_out([other])
-                continue
-            return None
+            else:
+                self._move_out(others[:1])
         return lane
 
     def _take_in(self, candidate: RequestHandle | Swapped) -> Lane | None:
         """Return the candidate's lane if there is room for one."""
-        if len(self._lanes) >= self._policy.max_lanes:
+        handle = _handle(candidate)
+        if self._taken() + handle.request.width > self._policy.max_lanes:
             self._admission.is_hopeless = False  # it was not asked
             return None
-        handle = _handle(candidate)
         try:
             if isinstance(candidate, Swapped):
                 lane = self._admission.resume(candidate)
             else:
                 lane = self._admission.open(candidate)
         except Exception as error:
-            self._withdraw(candidate)
-            self._finish(handle, "error", text_of(error))
+            self._give_up(candidate, text_of(error))
             return None
         if lane is None:
             return None
@@ -296,6 +309,13 @@ class Worker:
             handle.admitted_at = self._clock()
             self._recorder.admitted(handle.admitted_at - handle.submitted_at)
         return lane
+
+    def _give_up(self, candidate: RequestHandle | Swapped, error: str) -> None:
+        """End a candidate that can never have a lane."""
+        self._withdraw(candidate)
+        if isinstance(candidate, Swapped):
+            self._admission.drop(candidate)
+        self._finish(_handle(candidate), "error", error)
 
     def _withdraw(self, candidate: RequestHandle | Swapped) -> None:
         """Take a candidate from where it waits."""
@@ -333,6 +353,7 @@ class Worker:
 
     def _enqueue(self, decoding: list[Lane], joining: list[Lane]) -> None:
         before = len(self._steps)
+        widths = [lane.rows for lane in decoding]
         failures = self._steps.enqueue(decoding, joining)
         while failures and before and len(self._steps):  # what came before may be all that a lane needed
             self._read()
@@ -341,7 +362,7 @@ class Worker:
             if not failure.lane.ended:
                 self._end(failure.lane, "error", text_of(failure.error))
         joined = [lane for lane in joining if not lane.ended]
-        rows = sum(not lane.ended for lane in decoding)
+        rows = sum(width for lane, width in zip(decoding, widths, strict=True) if not lane.ended)
         if not (rows or joined):
             return
         self._recorder.step(
@@ -367,9 +388,13 @@ class Worker:
                     self._end(lane, "error", text_of(error))
             return
         current = [one for one in outcomes if not one.lane.ended]
-        self._recorder.generated(sum(not one.flags & _NO_TOKEN for one in current))
-        for outcome in current:
+        tokens = [one for one in current if not one.lane.is_search]
+        self._recorder.generated(sum(not one.flags & _NO_TOKEN for one in tokens))
+        for outcome in tokens:
             self._accept(outcome)
+        for outcome in current:
+            if outcome.lane.is_search and outcome.flags & BEAM_DONE_FLAG:
+                self._accept_search(outcome)
 
     def _accept(self, outcome: Outcome) -> None:
         """Give a lane its token, and end it if that was the last."""
@@ -380,13 +405,43 @@ class Worker:
         lane.ids.append(token)
         is_first = handle.first_token_at is None
         reason = handle.push(token, outcome.logprob)
-        if is_first and handle.first_token_at is not None:
-            self._recorder.first_token(handle.first_token_at - handle.submitted_at)
+        if is_first:
+            self._note_first_token(handle)
         error = handle.call_on_token(token)
         if error is not None:
             self._end(lane, "error", error)
         elif reason is not None:
             self._end(lane, reason)
+
+    def _accept_search(self, outcome: Outcome) -> None:
+        """Give a lane what its search has found, and end it."""
+        lane, handle = outcome.lane, outcome.lane.handle
+        beams = handle.request.beams
+        nothing = NO_CHOICE + (beams.why_nothing if beams is not None else "")
+        if outcome.flags & (BEAM_NOT_FINITE_FLAG | BEAM_NO_CHOICE_FLAG):
+            self._end(lane, "error", NOT_FINITE if outcome.flags & BEAM_NOT_FINITE_FLAG else nothing)
+            return
+        try:
+            found = self._model.take_beams(lane.seq)
+        except Exception as error:
+            self._end(lane, "error", text_of(error))
+            return
+        if not found:  # all that it followed came to an end where every id was forbidden
+            self._end(lane, "error", nothing)
+            return
+        reason = handle.push_hypotheses(found)
+        self._note_first_token(handle)
+        self._recorder.generated(handle.length - handle.request.counted_from)
+        for token in handle.tokens:
+            error_text = handle.call_on_token(token)
+            if error_text is not None:
+                self._end(lane, "error", error_text)
+                return
+        self._end(lane, reason)
+
+    def _note_first_token(self, handle: RequestHandle) -> None:
+        if handle.first_token_at is not None:
+            self._recorder.first_token(handle.first_token_at - handle.submitted_at)
 
 
 def _handle(candidate: RequestHandle | Swapped) -> RequestHandle:

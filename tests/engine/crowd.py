@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,21 @@ class Crowd:
             "prefill_interval": rng.randint(1, 3),
             "lag": rng.randint(0, 2),
         }
-        self.shares = [[draw_job(rng) for _ in range(6)] for _ in range(6)]
+        self.adapters = rng.random() < 0.3
+        self.shares = [[self._draw() for _ in range(6)] for _ in range(6)]
+
+    def _draw(self) -> Job:
+        """Return a job that is not too wide."""
+        jobs = iter(lambda: draw_job(self.rng, self.lanes, adapters=self.adapters), None)
+        return next(job for job in jobs if job.request.width <= self.lanes)
 
     def run(self) -> Counter[str]:
         """Run to the end, check everything, and return how often what became of a request."""
         jobs = [job for share in self.shares for job in share]
-        with products_by_rows(), self.gpu as gpu, load(self.folder, gpu, self.lanes, self.positions) as model:
+        with ExitStack() as stack:
+            stack.enter_context(products_by_rows())
+            gpu = stack.enter_context(self.gpu)
+            model = stack.enter_context(load(self.folder, gpu, self.lanes, self.positions, adapters=self.adapters))
             stranger = Stranger(model, self.rng)
             with (
                 nothing_left(model),
@@ -72,7 +81,7 @@ class Crowd:
             stranger.check(self.folder)
         assert stats.submitted == len(jobs)
         assert (stats.now.running, stats.now.waiting, stats.now.swapped_out) == (0, 0, 0)
-        return judge_all(self.folder, jobs, time.monotonic(), self.positions)
+        return judge_all(self.folder, jobs, time.monotonic(), self.positions, adapters=self.adapters)
 
 
 @contextmanager
@@ -83,6 +92,8 @@ def _busy(stranger: Stranger) -> Iterator[None]:
     def act() -> None:
         while not leave.is_set():
             stranger.act()
+            if stranger.seq is None:  # who needs all the slots gets a chance
+                leave.wait(0.005)
         stranger.leave()
 
     with ThreadPoolExecutor(1) as pool:

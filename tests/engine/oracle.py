@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -64,7 +64,8 @@ class Solo:
         """Assert that ``result`` is the same."""
         assert result.error is None, result.error
         assert (result.ids, result.finish_reason) == (self.tokens, self.reason)
-        assert result.length == 1 + len(self.ids)
+        assert result.eos_id == (self.ids[-1] if self.reason == "eos" else None)
+        assert result.length == self.request.counted_from + len(self.ids)
 
 
 def run_solo(model: NllbModel, request: Request) -> Solo:
@@ -75,7 +76,9 @@ def run_solo(model: NllbModel, request: Request) -> Solo:
     clear = True
     seq = model.alloc_sequence()
     seq.src_lang_id, seq.tgt_lang_id = request.src_lang_id, request.tgt_lang_id
-    ptr = model.prefill(request.prompt_tokens, seq) if request.most_tokens > 1 else None
+    seq.adapter_slot, seq.prefix_tokens = request.adapter_slot, request.prefix_tokens
+    counted = request.counted_from
+    ptr = model.prefill(request.prompt_tokens, seq) if request.most_tokens > counted else None
     while ptr is not None:
         row = model.copy_logits_to_host(ptr).astype(np.float64)
         rows.append(row)
@@ -83,18 +86,21 @@ def run_solo(model: NllbModel, request: Request) -> Solo:
         for _ in range(_NUDGES):
             nudged = row + rng.uniform(-NUDGE, NUDGE, len(row)) * np.abs(row).max()
             clear = clear and choose(nudged, request, seq.tokens) == ids[-1]
-        is_last = ids[-1] in request.end_ids or 1 + len(ids) >= request.most_tokens
+        is_last = ids[-1] in request.end_ids or counted + len(ids) >= request.most_tokens
         ptr = None if is_last else model.decode(ids[-1], seq)
     model.free_sequence(seq)
     return Solo(request, ids, np.array(rows), clear)
 
 
 def choose(row: NDArray[np.float64], request: Request, history: Sequence[int]) -> int:
-    """Return the next id after ``history``, which begins with the start token and the language."""
-    params = request.sampling
-    x = processed(row, params, history)
-    if len(history) - 1 < params.min_new_tokens:  # the start token was not generated
-        x[list(params.eos_ids or request.end_ids)] = -np.inf
+    """Return the next id after ``history``, which begins with the start token, the language and what else is given."""
+    params, endings = request.sampling, request.sampling.eos_ids or request.end_ids
+    count = len(history) - 1 - request.given_tokens  # the start token was not generated
+    if count + 1 == request.most_tokens and params.forced_eos_id is not None:
+        return params.forced_eos_id
+    x = processed(row, params, history, endings)
+    if count < params.min_new_tokens:
+        x[list(endings)] = -np.inf
     if params.temperature == 0:
         return int(x.argmax())
     scores = kept_scores(x, params.temperature, params.top_k, params.top_p, params.min_p)
@@ -102,8 +108,10 @@ def choose(row: NDArray[np.float64], request: Request, history: Sequence[int]) -
     return int(ids[(scores[ids] + gumbel(params.seed, len(history), ids)).argmax()])
 
 
-def processed(row: NDArray[np.float64], params: SamplingParams, history: Sequence[int]) -> NDArray[np.float64]:
-    """Return the logits after repetition penalty, n-grams and bans."""
+def processed(
+    row: NDArray[np.float64], params: SamplingParams, history: Sequence[int], endings: Collection[int] = ()
+) -> NDArray[np.float64]:
+    """Return the logits after repetition penalty, n-grams, bans and bad words, of which ``endings`` alone are none."""
     x = row.copy()
     for token in set(history):
         x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
@@ -112,7 +120,12 @@ def processed(row: NDArray[np.float64], params: SamplingParams, history: Sequenc
         grams = {tuple(history[first : first + size]) for first in range(len(history) - size + 1)}
         ending = tuple(history[len(history) - size + 1 :])
         x[[token for token in range(len(x)) if (*ending, token) in grams]] = -np.inf
-    x[list(params.banned_ids)] = -np.inf
+    x[list(params.suppress_tokens)] = -np.inf
+    for *prefix, token in params.bad_words:
+        if not prefix and token in endings:
+            continue
+        if len(prefix) < len(history) and list(history[len(history) - len(prefix) :]) == prefix:
+            x[token] = -np.inf
     return x
 
 

@@ -7,16 +7,19 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
+from unittest import mock
 
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.host import HostBackend
+from gpu_runtime.limits import Limits
 from metrale.engine import Engine, Request
 from metrale.model import GREEDY, SamplingParams
 from metrale.nllb.model import NllbModel
 from tests.engine.patience import PATIENCE, Gate
 
-LIMITS: Final = {"max_source_len": 12, "max_new_tokens": 24}
+LIMITS: Final[dict[str, Any]] = {"max_source_len": 12, "max_new_tokens": 24}
 """Limits of the tiny models here; the sources that `draw_request` draws and their results fit."""
 
 POSITION_BYTES: Final = 3 * 2 * 32 * 4
@@ -82,6 +85,24 @@ def serving(model: NllbModel, *, lag: int = 1, **options: Any) -> Iterator[Engin
         assert time.monotonic() - began < PATIENCE, "its requests did not come to their ends"
     assert held(model) == before
     assert model.gpu.scan_redzones() == []
+
+
+@contextmanager
+def promising(model: NllbModel) -> Iterator[None]:
+    """Let a model promise any adapter, so that only a prefill with one that is not resident is refused."""
+    with (
+        mock.patch.object(model, "acquire_adapter_slot", side_effect=lambda slot: slot),
+        mock.patch.object(model, "release_adapter_slot"),
+        mock.patch.object(model, "adapter_id_for", return_value=1),
+    ):
+        yield
+
+
+class PaddingHost(HostBackend):
+    """A host that asks for steps of a few sizes, as a GPU does."""
+
+    def limits(self) -> Limits:
+        return replace(super().limits(), pad_batches=True)
 
 
 class FailOnce:

@@ -15,16 +15,18 @@ from queue import SimpleQueue
 from unittest import mock
 
 from metrale.engine import admission
+from metrale.engine.checked import checked_request
 from metrale.engine.errors import QueueFull
 from metrale.engine.handle import RequestHandle
 from metrale.engine.stats import EngineStats, Recorder
 from metrale.engine.waiting import WaitingQueue
 from metrale.engine.worker import Policy, Worker
+from metrale.errors import InvalidInput
 from metrale.nllb.model import NllbModel
 from tests.backends import open_host
 from tests.engine.alone import POSITIONS, judge_all, load, products_by_rows
 from tests.engine.clock import FakeClock
-from tests.engine.job import Job, draw_job
+from tests.engine.job import VOCAB, Job, draw_job
 from tests.engine.stranger import Stranger
 from tests.engine.watch import check_lanes, in_order, nothing_left, watched_steps
 
@@ -56,7 +58,9 @@ class Simulation:
             lag=rng.randint(0, 3),
         )
         self.spare = rng.choice((2, 4, 16))
-        self.jobs = [draw_job(rng) for _ in range(rng.randint(1, 24))]
+        self.adapters = rng.random() < 0.3
+        widest = self.policy.max_lanes
+        self.jobs = [draw_job(rng, widest, adapters=self.adapters) for _ in range(rng.randint(1, 24))]
         self.queue_bound = rng.choice((1, 3, 100))
         self.burst = rng.choice((0.1, 0.5, 1.0))
         self.stop_at = rng.randint(0, 60) if rng.random() < 0.1 else None
@@ -69,14 +73,16 @@ class Simulation:
             # Sequences that outgrow their KV are to be common, also among short ones.
             stack.enter_context(mock.patch.object(admission, "_SPARE", self.spare))
             gpu = stack.enter_context(self.gpu)
-            model = stack.enter_context(load(self.folder, gpu, self.lanes, self.positions))
+            adapters = self.adapters
+            model = stack.enter_context(load(self.folder, gpu, self.lanes, self.positions, adapters=adapters))
             stranger = Stranger(model, self.rng) if self.rng.random() < 0.3 else None
             with nothing_left(model):
                 stats = self._drive(model, stranger)
                 if stranger is not None:
                     stranger.leave()
                     self.events["strangers"] += stranger.check(self.folder)
-        self.events += judge_all(self.folder, self.jobs, self.clock.now, self.positions)
+            assert all(not one.references for one in model._adapters._residents if one is not None)
+        self.events += judge_all(self.folder, self.jobs, self.clock.now, self.positions, adapters=self.adapters)
         self._check(stats)
         return self.events
 
@@ -92,7 +98,7 @@ class Simulation:
         with watched_steps(model, worker):
             for turn in range(_MOST_TURNS):
                 self.clock.now += self.rng.choice((0.0, 0.01, 0.1))
-                while rest and self.rng.random() < self.burst and self._submit(rest[0], queue, worker, recorder):
+                while rest and self.rng.random() < self.burst and self._submit(rest[0], model, queue, worker, recorder):
                     running.append((turn, rest.pop(0)))
                 for since, job in running:
                     if job.cancel_after is not None and turn == since + job.cancel_after:
@@ -115,10 +121,17 @@ class Simulation:
             worker.run()
         return recorder.snapshot(worker.gauges())
 
-    def _submit(self, job: Job, queue: WaitingQueue, worker: Worker, recorder: Recorder) -> bool:
+    def _submit(self, job: Job, model: NllbModel, queue: WaitingQueue, worker: Worker, recorder: Recorder) -> bool:
         """Do as `Engine.submit` does."""
-        handle = RequestHandle(job.request, clock=self.clock, on_cancel=worker.cancel)
-        if job.request.most_tokens == 1:
+        try:
+            request = checked_request(job.request, model.capacity(), VOCAB, self.policy.max_lanes)
+        except InvalidInput:
+            assert job.request.width > self.policy.max_lanes
+            self.events["too wide"] += 1
+            return True
+        adapter = model.adapter_id_for(request.adapter_slot)
+        handle = RequestHandle(request, clock=self.clock, on_cancel=worker.cancel, adapter_id=adapter)
+        if request.most_tokens == request.counted_from:
             handle.finish("length")
         else:
             try:
@@ -133,20 +146,33 @@ class Simulation:
     def _check(self, stats: EngineStats) -> None:
         """The counts are those of what happened."""
         submitted = [job.handle for job in self.jobs if job.handle is not None]
-        handles = [handle for handle in submitted if handle.request.most_tokens > 1]
+        handles = [one for one in submitted if one.request.most_tokens > one.request.counted_from]
         assert stats.submitted == len(submitted)
         assert sum(stats.finished.values()) == len(handles)
         for reason, count in stats.finished.items():
             assert count == sum(handle.finish_reason == reason for handle in handles)
-        assert stats.generated_tokens == sum(handle.length - 1 for handle in handles)
-        assert stats.time_to_first_token.count == sum(handle.length > 1 for handle in handles)
+        generated = {handle: handle.length - handle.request.counted_from for handle in handles}
+        assert stats.generated_tokens == sum(generated.values())
+        assert stats.time_to_first_token.count == sum(count > 0 for count in generated.values())
         assert stats.queue_wait.count == sum(handle.admitted_at is not None for handle in handles)
-        # Who ends before its limit has some steps in flight, which nobody needs.
-        early = sum(handle.finish_reason != "length" for handle in handles)
-        needed = sum(max(0, handle.length - 2) for handle in handles)
-        assert needed <= stats.decoded_rows <= needed + early * (self.policy.lag + 1)
+        least, most = (sum(bounds) for bounds in zip(*map(self._rows, handles), strict=True)) if handles else (0, 0)
+        assert least <= stats.decoded_rows <= most
         assert stats.swapped_in_bytes <= stats.swapped_out_bytes
         assert (stats.now.running, stats.now.waiting, stats.now.swapped_out) == (0, 0, 0)
         self.events["preemptions"] += stats.preemptions
         self.events["mixed steps"] += stats.mixed_steps
         self.events["resumed"] += stats.swapped_in_bytes > 0
+
+    def _rows(self, handle: RequestHandle) -> tuple[int, int]:
+        """Return the fewest and the most rows that were decoded for a request; its prefill chose the first token.
+
+        Who ends before its limit has some steps in flight, which nobody needs. A search goes on at least until its
+        longest result is complete.
+        """
+        request, result = handle.request, handle.result(0)
+        limit = request.width * (request.most_tokens - request.counted_from - 1)
+        if request.beams is None:
+            needed = max(0, handle.length - request.counted_from - 1)
+            return needed, needed if result.finish_reason == "length" else min(needed + self.policy.lag + 1, limit)
+        longest = max((len(one.ids) for one in result.hypotheses or ()), default=0)
+        return request.width * max(0, longest - len(request.prefix_tokens) - 2), limit

@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 
 import metrale
-from gpu_runtime.host import HostBackend
-from gpu_runtime.limits import Limits
 from metrale.engine import Engine, EngineStats, Request, RequestHandle
 from metrale.errors import InvalidInput, NotSupported
 from metrale.model import SamplingParams
@@ -27,7 +25,7 @@ from tests.conftest import MakeModel
 from tests.engine.conftest import RunSolo
 from tests.engine.oracle import Solo, log_softmax
 from tests.engine.patience import PATIENCE, Gate
-from tests.engine.serving import LIMITS, ask, draw_request, serving, stopped
+from tests.engine.serving import LIMITS, PaddingHost, ask, draw_request, promising, serving, stopped
 from tests.nllb.decoding import DEMO, GOLDEN, Case, company, forced
 from tests.nllb.decoding import LIMITS as DEMO_LIMITS
 
@@ -218,7 +216,8 @@ def test_logprobs_are_of_the_unprocessed_logits(model: NllbModel, pool: list[Sol
         ({"tgt_lang_id": 1000}, "tgt_lang_id"),
         ({"prompt_tokens": [5, 97]}, "prompt_tokens"),
         ({"prompt_tokens": [5] * 11}, "prompt_tokens"),
-        ({"sampling": SamplingParams(banned_ids=(1, 97))}, "sampling.banned_ids"),
+        ({"sampling": SamplingParams(suppress_tokens=(1, 97))}, "sampling.suppress_tokens"),
+        ({"sampling": SamplingParams(bad_words=((1, 2), (3, 97)))}, "sampling.bad_words"),
         ({"sampling": SamplingParams(eos_ids=(97,))}, "sampling.eos_ids"),
     ],
 )
@@ -285,26 +284,19 @@ def test_a_model_without_a_feed_is_refused(model: NllbModel) -> None:
 
 
 def test_what_only_the_prefill_refuses_ends_that_request_alone(model: NllbModel, pool: list[Solo]) -> None:
-    """An adapter that is not there: the others of the step go on."""
-    with serving(model, prefill_interval=1) as engine:
+    """An adapter that the model takes back, say: the others of the step go on."""
+    with serving(model, prefill_interval=1) as engine, promising(model):
         for index in range(0, 12, 3):
             first, second = pool[index : index + 2]
             handles = [engine.submit(one) for one in (first.request, ask(adapter_slot=3), second.request)]
             result = handles[1].result(PATIENCE)
             assert (result.ids, result.finish_reason) == ([], "error")
-            assert str(result.error).startswith("NotSupported: NllbModel does not support adapter_slot")
+            assert str(result.error).startswith("InvalidInput: adapter_slot: expected -1")
             first.check(handles[0])
             second.check(handles[2])
 
 
 # what it says
-
-
-class PaddingHost(HostBackend):
-    """A host that asks for steps of a few sizes, as a GPU does."""
-
-    def limits(self) -> Limits:
-        return replace(super().limits(), pad_batches=True)
 
 
 def test_padded_rows_are_counted(make_tiny: MakeModel) -> None:

@@ -27,7 +27,7 @@ from tests.conftest import MakeModel
 from tests.engine.conftest import RunSolo
 from tests.engine.oracle import Solo
 from tests.engine.patience import PATIENCE, Gate
-from tests.engine.serving import LIMITS, POSITION_BYTES, FailOnce, ask, serving, stopped
+from tests.engine.serving import LIMITS, POSITION_BYTES, FailOnce, ask, promising, serving, stopped
 
 pytestmark = host_only
 
@@ -154,12 +154,12 @@ def test_whose_own_part_fails_is_lost_alone(model: NllbModel, solo: RunSolo) -> 
     """The others of its step keep the rows that they would have without it."""
     requests = [ask(5 + index, max_new_tokens=12) for index in range(4)]
     bad = replace(requests[2], adapter_slot=7)
-    with serving(model, prefill_interval=1) as engine, Gate(at=2) as gate:
+    with serving(model, prefill_interval=1) as engine, Gate(at=2) as gate, promising(model):
         first = engine.submit(replace(requests[0], on_token=gate))
         gate.reach()
         handles = [engine.submit(one) for one in (bad, requests[1], requests[3])]
         gate.open()
-        assert str(handles[0].result(PATIENCE).error).startswith("NotSupported")
+        assert str(handles[0].result(PATIENCE).error).startswith("InvalidInput: adapter_slot")
         for request, handle in zip((requests[0], requests[1], requests[3]), (first, *handles[1:]), strict=True):
             solo(request).check(handle)
         assert engine.stats().prompt_tokens == 3, "a prompt that was refused is not counted"
@@ -291,7 +291,7 @@ def test_one_request_with_logits_that_are_not_finite(model: NllbModel, solo: Run
             if len(tokens) == 4:
                 [seq] = [lane.seq for lane in engine._worker._lanes if lane.handle.request.on_token is spoil]
                 span = model._table.span(seq)
-                model.gpu.copy_h2d(np.full(8, value, np.float32), span.target_ptr)
+                model.gpu.copy_h2d(np.full(8, value, np.float32), span.target())
 
         with stopped(engine):
             handles = [engine.submit(replace(one, on_token=spoil) if i == 1 else one) for i, one in enumerate(requests)]
@@ -305,7 +305,7 @@ def test_one_request_with_logits_that_are_not_finite(model: NllbModel, solo: Run
 
 
 def test_one_request_that_may_choose_nothing(model: NllbModel, pool: list[Solo]) -> None:
-    nothing = ask(sampling=SamplingParams(banned_ids=tuple(range(97))))
+    nothing = ask(sampling=SamplingParams(suppress_tokens=tuple(range(97))))
     with serving(model) as engine:
         handles = [engine.submit(one.request) for one in pool[:6]]
         result = engine.submit(nothing).result(PATIENCE)

@@ -7,7 +7,7 @@ again too early, would never show. These run it as late as they may, or in any o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,10 +17,11 @@ from metrale.engine import Engine, RequestHandle, admission
 from metrale.model import SamplingParams
 from tests.backends import host_only, open_host
 from tests.conftest import MakeModel
-from tests.engine.conftest import RunSolo
+from tests.engine.conftest import RunSolo, RunSought
 from tests.engine.oracle import Solo
 from tests.engine.patience import PATIENCE, Gate, until
-from tests.engine.serving import LIMITS, POSITION_BYTES, ask, serving, stopped
+from tests.engine.searches import Sought, seek
+from tests.engine.serving import EOS, LIMITS, POSITION_BYTES, ask, serving, stopped
 
 pytestmark = host_only
 
@@ -57,7 +58,7 @@ class Waves:
     All that happens follows from the engine's steps, so a run with the same seed is the same run.
     """
 
-    def __init__(self, engine: Engine, jobs: list[Solo]) -> None:
+    def __init__(self, engine: Engine, jobs: Sequence[Solo | Sought]) -> None:
         self._engine = engine
         self._rest = list(enumerate(jobs))
         self._handles: dict[int, RequestHandle] = {}
@@ -71,7 +72,7 @@ class Waves:
             del self._rest[0]
             handle.add_done_callback(lambda _: self._submit(2))
 
-    def check(self, jobs: list[Solo]) -> None:
+    def check(self, jobs: Sequence[Solo | Sought]) -> None:
         until(lambda: not self._rest)
         for number, job in enumerate(jobs):
             job.check(self._handles[number])
@@ -88,6 +89,22 @@ def test_ids_in_any_order(make_tiny: MakeModel, jobs: list[Solo], order: dict[st
         stats = engine.stats()
     assert stats.mixed_steps > 3
     assert stats.preemptions > 1
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+@pytest.mark.parametrize("order", ORDERS[:4], ids=lambda order: "-".join(map(str, order.values())))
+@pytest.mark.usefixtures("by_rows")
+def test_searches_in_any_order(
+    make_tiny: MakeModel, jobs: list[Solo], sought: RunSought, order: dict[str, Any], lag: int
+) -> None:
+    """Their slots, KV and histories are used again by others, while steps of theirs are still in flight."""
+    searches = [sought(seek(5 + i, eos_ids=EOS, beams=2 + i % 3, max_new_tokens=(16, 5, 9)[i % 3])) for i in range(6)]
+    mixed = [one for pair in zip(searches, jobs, strict=False) for one in pair]
+    model = make_tiny(open_host(**order), max_batch=6, kv_bytes=90 * POSITION_BYTES, **LIMITS)
+    with serving(model, lag=lag, prefill_interval=1) as engine:
+        waves = Waves(engine, mixed)
+        waves.check(mixed)
+        assert engine.stats().mixed_steps > 3
 
 
 @pytest.mark.parametrize("order", ORDERS[:4], ids=lambda order: "-".join(map(str, order.values())))

@@ -21,6 +21,9 @@ from tests.engine.serving import EOS, LIMITS, ask, serving, stopped
 
 pytestmark = host_only
 
+WORDS = tuple((first, (7 * first + step) % 97) for first in range(97) for step in range(3))
+"""After each id, three that may not follow."""
+
 KINDS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},
     "cold": {"temperature": 0.2},
@@ -36,8 +39,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "1-grams": {"no_repeat_ngram_size": 1},
     "2-grams": {"no_repeat_ngram_size": 2},
     "3-grams": {"no_repeat_ngram_size": 3, "temperature": 0.5},
-    "bans": {"banned_ids": (21, 26, 71, 81)},
-    "bans, warm": {"banned_ids": tuple(range(0, 97, 2)), "temperature": 1.0},
+    "bad words": {"bad_words": WORDS},
+    "bans": {"suppress_tokens": (21, 26, 71, 81)},
+    "bans, warm": {"suppress_tokens": tuple(range(0, 97, 2)), "temperature": 1.0},
     "everything": {
         "temperature": 1.5,
         "top_k": 40,
@@ -45,14 +49,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "min_p": 0.01,
         "repetition_penalty": 1.3,
         "no_repeat_ngram_size": 2,
-        "banned_ids": (21, 26),
+        "suppress_tokens": (21, 26),
+        "bad_words": WORDS,
         "min_new_tokens": 6,
     },
 }
 """Parameters by what they are to show, but for the seed."""
 
-HISTORIC = ("penalty", "2-grams", "everything", "temperature", "bans, warm")
-"""Kinds that need one thing each after a move: history, n-grams, all of it, the position, bans."""
+HISTORIC = ("penalty", "2-grams", "everything", "temperature", "bans, warm", "bad words")
+"""Kinds that need one thing each after a move: history, n-grams, all of it, the position, bans, words."""
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from metrale.engine.handle import RequestHandle
 from metrale.engine.request import FinishReason, Generated, Request
 from metrale.errors import SequenceError
+from metrale.model import BeamParams, Hypothesis
 from tests.engine.clock import FakeClock
 from tests.engine.handles import EOS, make, run, waiters
 from tests.engine.patience import PATIENCE, until
@@ -34,8 +35,30 @@ def test_tokens_and_result() -> None:
     assert handle.finish("eos")
     assert handle.done
     assert handle.finish_reason == "eos"
-    assert handle.result() == Generated([7, 8], "eos", -2.75, [-0.5, -0.25, -2.0], 4)
+    assert handle.result() == Generated([7, 8], "eos", -2.75, [-0.5, -0.25, -2.0], 4, -2.75 / 4, eos_id=EOS)
     assert list(handle) == [7, 8]
+
+
+@pytest.mark.parametrize(("last", "reason"), [(EOS, "eos"), (9, "length")])
+@pytest.mark.parametrize("prefix", [(), (4, 5)])
+def test_what_a_search_found(last: int, reason: FinishReason, prefix: tuple[int, ...]) -> None:
+    """The best is the result; what was given, the language first, is not part of it."""
+    handle = make(beams=BeamParams(2), prefix_tokens=prefix, logprobs=True)
+    given = [80, *prefix]
+    best = Hypothesis([*given, 7, 8, last], -0.5, [*(0.0 for _ in given), -1.0, -0.5, -0.25])
+    other = Hypothesis([*given, EOS], -0.75, [*(0.0 for _ in given), -2.0])
+    assert handle.push_hypotheses([best, other]) == reason
+    assert not handle.done, "the engine has the last word"
+    assert handle.first_token_at is not None
+    handle.finish(reason)
+    tokens = [7, 8] if reason == "eos" else [7, 8, last]
+    count = 3 if prefix else 4
+    ended = EOS if reason == "eos" else None
+    expected = Generated(tokens, reason, -1.75, [-1.0, -0.5, -0.25], count, -0.5, [best, other], eos_id=ended)
+    assert handle.result() == expected
+    assert list(handle) == handle.tokens == tokens
+    with pytest.raises(SequenceError, match="push_hypotheses: the request has ended"):
+        handle.push_hypotheses([best])
 
 
 def test_without_logprobs_there_is_none() -> None:

@@ -14,7 +14,7 @@ import pytest
 from metrale.engine.errors import RequestFailed
 from metrale.engine.request import FinishReason, Generated, Request
 from metrale.errors import InvalidInput
-from metrale.model import SamplingParams
+from metrale.model import BeamParams, SamplingParams
 
 EOS = frozenset({2})
 
@@ -28,6 +28,8 @@ def test_a_request_needs_little() -> None:
         "max_new_tokens": None,
         "eos_ids": None,
         "sampling": None,
+        "beams": None,
+        "prefix_tokens": (),
         "adapter_slot": -1,
         "priority": 0,
         "timeout": None,
@@ -80,6 +82,12 @@ WRONG: list[tuple[str, Any, str]] = [
     ("max_new_tokens", True, "max_new_tokens"),
     ("sampling", None, "sampling"),
     ("sampling", {"temperature": 1}, "sampling"),
+    ("beams", 4, "beams"),
+    ("beams", SamplingParams(), "beams"),
+    ("prefix_tokens", "abc", "prefix_tokens"),
+    ("prefix_tokens", None, "prefix_tokens"),
+    ("prefix_tokens", [1, -1], "prefix_tokens[1]"),
+    ("prefix_tokens", [1.0], "prefix_tokens[0]"),
     ("adapter_slot", -2, "adapter_slot"),
     ("adapter_slot", None, "adapter_slot"),
     ("priority", 0.5, "priority"),
@@ -119,6 +127,25 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any, argument: str) 
 )
 def test_values_at_the_edge_are_taken(name: str, value: Any) -> None:
     Request(**{"prompt_tokens": [5], "eos_ids": EOS, name: value})
+
+
+def test_a_search_draws_nothing() -> None:
+    Request([5], beams=BeamParams(2), sampling=SamplingParams(repetition_penalty=2.0))
+    with pytest.raises(InvalidInput) as caught:
+        Request([5], beams=BeamParams(2), sampling=SamplingParams(temperature=0.5))
+    assert caught.value.argument == "sampling.temperature"
+
+
+@pytest.mark.parametrize(
+    ("beams", "prefix", "width", "counted", "positions"),
+    [(None, (), 1, 1, 7), (None, (5,), 1, 0, 9), (BeamParams(3), (), 3, 1, 7), (BeamParams(2), (5, 6), 2, 0, 10)],
+)
+def test_what_a_request_takes(
+    beams: BeamParams | None, prefix: tuple[int, ...], width: int, counted: int, positions: int
+) -> None:
+    """The language counts among 7 tokens, the last of which is not fed; after a prefix it does not."""
+    request = Request([5], max_new_tokens=7, beams=beams, prefix_tokens=prefix)
+    assert (request.width, request.counted_from, request.target_positions) == (width, counted, positions)
 
 
 def test_every_field_has_a_wrong_value_in_the_table() -> None:

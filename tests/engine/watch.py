@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,50 +33,66 @@ def nothing_left(model: NllbModel) -> Iterator[None]:
 @contextmanager
 def watched_steps(model: NllbModel, worker: Worker) -> Iterator[None]:
     """Check of every step that it is no longer than it may be, that nothing in it is in vain from the start, that it
-    uses each row once, and that its rows are those that tokens are chosen from.
+    uses each row once, and that its rows are those that tokens are chosen from, and beams.
     """
-    forward, sample = model.mixed_forward_batch_fed, model.sample_batch_to_feed
-    rows: list[int] = []
+    forward, sample, select = model.mixed_forward_batch_fed, model.sample_batch_to_feed, model.select_beams_to_feed
+    rows: dict[int, int] = {}  # of each sequence of the step, the first of its rows
     wrong: list[str] = []  # what is raised in a step is the engine's to deal with, so it is kept for the end
 
     def expect(what: str, holds: bool) -> None:
         if not holds:
             wrong.append(what)
 
+    def at(ptr: int) -> int:
+        return (ptr - model.logits_buffer_ptr()) // model.logits_row_bytes()
+
     def watched_forward(sources: Any, decoding: Any, joining: Any, stream: int = 0) -> Any:
         seqs = [*decoding, *(one.seq for one in joining)]
-        rows[:] = map(id, seqs)
-        expect("a row for each", len(rows) <= model.capacity().max_sequences)
-        expect("each sequence once", len(set(rows)) == len({seq.slot_idx for seq in seqs}) == len(rows))
+        expect("each sequence once", len(set(map(id, seqs))) == len({seq.slot_idx for seq in seqs}) == len(seqs))
+        rows.clear()
+        row = 0
+        for seq in seqs:
+            rows[id(seq)] = row
+            row += len(model._table.members(seq)) if model._beams.searches(seq) and len(rows) <= len(decoding) else 1
+        expect("a row for each", row <= model.capacity().max_sequences)
         prefilled = sum(len(one.prompt_tokens) for one in joining)
         expect("a short step", len(joining) < 2 or prefilled <= worker._policy.max_prefill_tokens)
-        limits = {id(lane.seq): lane.handle.request.max_new_tokens for lane in worker._lanes}
+        limits = {id(lane.seq): lane.handle.request.target_positions for lane in worker._lanes}
         expect("tokens that may come", all(seq.seq_len < limits[id(seq)] for seq in decoding))
         return forward(sources, decoding, joining, stream)
 
     def watched_sample(logits: Any, seqs: Any, *args: Any, **options: Any) -> None:
-        expect("tokens of this step", list(map(id, seqs)) == rows and logits == model.logits_buffer_ptr())
+        expect(
+            "tokens of this step", [rows.pop(id(seq), -1) for seq in seqs] == [at(logits) + i for i in range(len(seqs))]
+        )
         sample(logits, seqs, *args, **options)
+
+    def watched_select(logits: Any, seqs: Any, *args: Any, **options: Any) -> None:
+        expect("beams of this step", [rows.pop(id(seq), -1) for seq in seqs] == [at(ptr) for ptr in logits])
+        expect("nobody is left out", not rows)
+        select(logits, seqs, *args, **options)
 
     with (
         mock.patch.object(model, "mixed_forward_batch_fed", watched_forward),
         mock.patch.object(model, "sample_batch_to_feed", watched_sample),
+        mock.patch.object(model, "select_beams_to_feed", watched_select),
     ):
         yield
     assert wrong == []
 
 
 def check_lanes(model: NllbModel, worker: Worker, stranger: Stranger | None) -> None:
-    """Check that live sequences are those of the lanes, each with a slot and a span of its own."""
+    """Check that live sequences are those of the lanes, each with slots and a span of its own."""
     live = model._table._live
-    known = {id(lane.seq) for lane in worker._lanes}
-    assert len(known) == len(worker._lanes) <= worker._policy.max_lanes
+    widths = {id(lane.seq): lane.handle.request.width for lane in worker._lanes}
+    assert len(widths) == len(worker._lanes)
+    assert sum(widths.values()) <= worker._policy.max_lanes
     if stranger is not None and stranger.seq is not None:
-        known.add(id(stranger.seq))
-    assert {id(seq) for seq, _ in live.values()} == known
-    assert all(seq.slot_idx == slot for slot, (seq, _) in live.items())
+        widths[id(stranger.seq)] = 1
+    assert Counter(id(seq) for seq, _ in live.values()) == widths
+    assert all(slot in model._table.members(seq) for slot, (seq, _) in live.items())
     end = 0
-    for _, span in sorted(live.values(), key=lambda entry: entry[1].first):
+    for span in sorted({span.first: span for _, span in live.values()}.values(), key=lambda span: span.first):
         assert span.first >= end
         end = span.first + span.positions
     assert end <= model._pool.capacity
