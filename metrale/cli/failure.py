@@ -38,6 +38,15 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "repetition_penalty": "--repetition-penalty",
     "no_repeat_ngram_size": "--no-repeat-ngram",
     "seed": "--seed",
+    "num_beams": "--beam",
+    "num_return_sequences": "--n-best",
+    "length_penalty": "--length-penalty",
+    "target_prefix": "--target-prefix",
+    "bad_words_ids": "--bad-words",
+    "suppress_tokens": "--suppress-tokens",
+    "forced_eos": "--forced-eos",
+    "max_new_tokens with the language and target_prefix": "--max-new-tokens with the language and --target-prefix",
+    "max_lora_rank": "--max-lora-rank",
     "timeout": "--timeout",
 }
 """The option that sets an argument of the library."""
@@ -65,7 +74,7 @@ def describe(error: Exception) -> tuple[int, str]:
         return UNUSABLE, f"{error.path}: {_listed(error.problems)}"
     if isinstance(error, InvalidInput):
         hint = "; metrale translate --list-languages lists them" if isinstance(error, UnknownLanguage) else ""
-        option = _OPTIONS.get(error.argument, error.argument)
+        option = _OPTIONS.get(error.argument.partition("[")[0], error.argument)
         code = UNUSABLE if error.argument == "model" else USAGE
         return code, f"{option}: expected {error.expected}, got {error.got}{hint}"
     if isinstance(error, NotSupported):

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import metrale
+from metrale.checkpoint.peft import CONFIG_FILE as ADAPTER_FILE
+from metrale.checkpoint.peft import WEIGHTS_FILE as ADAPTER_WEIGHTS_FILE
 from metrale.nllb.config import CONFIG_FILE, GENERATION_FILE
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import MODEL_FILE
@@ -19,7 +21,13 @@ _END_BYTES: Final = 1 << 20
 """Of each file, its size and so many bytes at its beginning and its end count: other weights differ there, too."""
 
 
-def fingerprint(model: NllbModel, folder: Path, settings: Mapping[str, object]) -> dict[str, Any]:
+_FILES: Final = ("the model's ", "the adapter's ")
+"""How the names of files begin."""
+
+
+def fingerprint(
+    model: NllbModel, folder: Path, settings: Mapping[str, object], adapter: Path | None = None
+) -> dict[str, Any]:
     """Return JSON-ready values by names that a message can use.
 
     Parameters
@@ -29,8 +37,13 @@ def fingerprint(model: NllbModel, folder: Path, settings: Mapping[str, object]) 
         Where it was loaded from.
     settings : mapping of str to object
         The options that determine a line. ``--max-batch`` is none: a sequence does not depend on its neighbours.
+    adapter : path or None
+        The folder of the adapter that is applied.
     """
     files = {f"the model's {path.name}": _digest(path) for path in _files(folder)}
+    if adapter is not None:
+        named = (adapter / ADAPTER_FILE, adapter / ADAPTER_WEIGHTS_FILE)
+        files |= {f"the adapter's {path.name}": _digest(path) for path in named}
     device = {"the kind of device": model.gpu.kind(), "the element type": model.logits_dtype()}
     return {"the version of metrale": metrale.__version__, **files, **device, **settings}
 
@@ -42,8 +55,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         old, new = before.get(name), now.get(name)
         if old == new:
             continue
-        is_file = name.startswith("the model's ")
-        phrases.append(f"{name} is another one" if is_file else f"{name} was {_shown(old)} and is {_shown(new)}")
+        phrases.append(
+            f"{name} is another one" if name.startswith(_FILES) else f"{name} was {_shown(old)} and is {_shown(new)}"
+        )
     return phrases
 
 

@@ -7,7 +7,8 @@ import argparse
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from metrale.cli.console import Console
 from metrale.cli.failure import DONE, SIGNALLED, SOME_FAILED, UNUSABLE, USAGE, Failure, say
@@ -15,9 +16,8 @@ from metrale.cli.lines import Arguments, Lines
 from metrale.cli.output import discard_stdout, one_line, to_json
 from metrale.cli.signals import Signals
 from metrale.cli.sinks import Sink
-from metrale.model import SamplingParams
 from metrale.nllb.admission import FRAME_LEN
-from metrale.translator import Translation, Translator
+from metrale.translator import Options, Translation, Translator
 
 _JSON_KEYS: Final = (
     "text",
@@ -30,6 +30,35 @@ _JSON_KEYS: Final = (
     "truncated",
     "error",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How every text is translated.
+
+    Attributes
+    ----------
+    source, target : str
+        Language codes.
+    prefix, adapter : str or None
+    options : Options
+    """
+
+    source: str
+    target: str
+    prefix: str | None
+    adapter: str | None
+    options: Options
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """All but the options, as keyword arguments of the translator."""
+        return {
+            "source": self.source,
+            "target": self.target,
+            "target_prefix": self.prefix,
+            "adapter": self.adapter,
+        }
 
 
 class LineRun:
@@ -62,7 +91,7 @@ class LineRun:
         self._unit = "text" if args.texts else "line"
         self._texts: deque[str] = deque()  # those that are being translated
 
-    def run(self, translator: Translator, source: str, target: str, sampling: SamplingParams) -> int:
+    def run(self, translator: Translator, asked: Asked) -> int:
         """Translate everything and return the exit code.
 
         Raises
@@ -70,16 +99,7 @@ class LineRun:
         Failure
             When the input is not UTF-8, after the lines before it, or the output cannot be written.
         """
-        stream = translator.stream(
-            self._read(),
-            source,
-            target,
-            max_new_tokens=self._args.max_new_tokens,
-            return_scores=self._args.scores,
-            sampling=sampling,
-            timeout=self._args.timeout,
-            first_index=self._sink.lines,
-        )
+        stream = translator.stream(self._read(), **asked.terms, first_index=self._sink.lines, **asked.options)
         try:
             with closing(stream):
                 self._signals.arm(stream.cancel)
@@ -134,7 +154,7 @@ class LineRun:
     def _line(self, text: str, result: Translation) -> str:
         if self._args.json:
             fields = {**result.to_dict(), "source_text": text}
-            return to_json({key: fields[key] for key in _JSON_KEYS})
+            return to_json({key: fields.get(key) for key in (*_JSON_KEYS, *_keys_on_request(self._args))})
         line = one_line(result.text)
         if not self._args.scores:
             return line
@@ -155,3 +175,12 @@ class LineRun:
 
     def _lines(self, count: int) -> str:
         return f"{count} {self._unit}{'' if count == 1 else 's'}"
+
+
+def _keys_on_request(args: argparse.Namespace) -> Iterator[str]:
+    if args.adapter:
+        yield "adapter"
+    if args.scores or args.attention or args.n_best > 1:
+        yield "hypotheses"
+    if args.attention:
+        yield "attention"

@@ -7,8 +7,8 @@ import contextlib
 import os
 import select
 import stat
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import BinaryIO, Final
 
 from metrale.cli.failure import USAGE, Failure
@@ -49,7 +49,9 @@ class Lines(Iterator[str]):
         self.name = name
         self.count = 0
         self.ended = False
-        self._raw = _raw_lines(_reader(stream))
+        self._stream = stream
+        self._read: deque[bytes] = deque()  # lines, and not given out
+        self._raw = _raw_lines(_reader(stream), self._read)
 
     def __next__(self) -> str:
         raw = next(self._raw, None)
@@ -59,6 +61,16 @@ class Lines(Iterator[str]):
         text = self._decode(raw)
         self.count += 1
         return text
+
+    @property
+    def waits(self) -> bool:
+        """Whether whoever writes the stream would be waited for: there is nothing to read, and no line left of that."""
+        if self._read:
+            return False
+        try:
+            return not select.select([self._stream.fileno()], [], [], 0)[0]
+        except (OSError, ValueError):  # bytes in memory
+            return False
 
     def _decode(self, raw: bytes) -> str:
         number = self.count + 1
@@ -118,9 +130,11 @@ def count_lines(stream: BinaryIO) -> int:
     return lines + (last != b"\n")
 
 
-def open_input(path: Path) -> BinaryIO:
-    """Open a file for reading; errors name it."""
-    return open(path, "rb", buffering=0)
+def open_input(name: str, option: str) -> BinaryIO:
+    """Open the file that an option names for reading; errors name it. `Failure` when the name is empty."""
+    if not name:  # as a path it would be the current folder
+        raise Failure(USAGE, f"{option}: expected a file, got ''")
+    return open(name, "rb", buffering=0)
 
 
 def _reader(stream: BinaryIO) -> Callable[[], bytes]:
@@ -140,15 +154,18 @@ def _reader(stream: BinaryIO) -> Callable[[], bytes]:
     return read
 
 
-def _raw_lines(read: Callable[[], bytes]) -> Iterator[bytes]:
-    """Yield lines without their LF."""
+def _raw_lines(read: Callable[[], bytes], ahead: deque[bytes]) -> Iterator[bytes]:
+    """Yield lines without their LF; ``ahead`` has those that are read and still to come."""
     partial: list[bytes] = []  # pieces of a line whose end has not been read
     while chunk := read():
         *ended, rest = chunk.split(b"\n")
-        for raw in ended:
-            yield b"".join([*partial, raw])
+        if ended:
+            ended[0] = b"".join([*partial, ended[0]])
             partial.clear()
+            ahead.extend(ended)
         partial.append(rest)
+        while ahead:
+            yield ahead.popleft()
     if last := b"".join(partial):
         yield last
 

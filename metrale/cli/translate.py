@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
 from metrale.checkpoint import read_json_object
+from metrale.cli.adapter_options import AdapterChoice, adapter_of, add_adapter_arguments
+from metrale.cli.beam_options import add_beam_arguments, beam_settings, beams_of
 from metrale.cli.console import Console
+from metrale.cli.constraint_options import add_constraint_arguments, constraint_settings, constraints_of
 from metrale.cli.destination import STANDARD, Destination, choose_destination
 from metrale.cli.failure import DONE, UNUSABLE, USAGE, Failure
 from metrale.cli.fingerprint import fingerprint
-from metrale.cli.line_run import LineRun
+from metrale.cli.line_run import Asked, LineRun
 from metrale.cli.lines import STANDARD_INPUT, Arguments, Lines, count_lines, open_input, regular_file
 from metrale.cli.model_options import ModelChoice, add_model_arguments, choose_model, device_of, limits_of
 from metrale.cli.output import to_json, write_lines
@@ -25,7 +28,7 @@ from metrale.cli.signals import Signals
 from metrale.demo import DEMO_LANGUAGES
 from metrale.nllb.languages import LANGUAGE_NAMES
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
-from metrale.translator import Translator
+from metrale.translator import Options, Translator
 
 _DESCRIPTION: Final = """\
 Translate each TEXT, or each line of the input, to one line of the output, in order. Both are UTF-8; a line that is not
@@ -33,9 +36,12 @@ ends the run with exit code 2, after the lines before it. A blank line gives a b
 be translated, with a warning. Put -- before a TEXT that starts with a dash."""
 _EPILOG: Final = """\
 With --json, each line is an object: text, source_text, source_lang, target_lang, token_ids, score (null without
---scores), finish_reason (eos, length, timeout or error), truncated, error. An output made of a file has a record
-beside it, FILE.resume, until it is whole. Exit codes: 0 all is translated, 1 some texts failed, 2 wrong usage, input or
-output, 3 a model or device that cannot be used, 4 a fault in metrale itself, 130 interrupted, 143 terminated."""
+--scores), finish_reason (eos, length, timeout or error), truncated, error; with --adapter also adapter; with --scores,
+--n-best or --attention also hypotheses, the best first, each with text, token_ids (EOS and special tokens included),
+score and token_logprobs; with --attention also attention, a row for each of the best one's token_ids. An output made of
+a file has a record beside it, FILE.resume, until it is whole. Exit codes: 0 all is translated, 1 some texts failed, 2
+wrong usage, input or output, 3 a model or device that cannot be used, 4 a fault in metrale itself, 130 interrupted, 143
+terminated."""
 
 
 def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.ArgumentParser) -> None:
@@ -65,7 +71,12 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
     parser.add_argument(
         "--scores",
         action="store_true",
-        help="compute scores (mean log-probability of a token); without --json, each line is score, tab, text",
+        help="compute scores (log-probability over length); without --json, each line is score, tab, text",
+    )
+    parser.add_argument(
+        "--attention",
+        action="store_true",
+        help="with --json: what each token attends to in the source, the mean over the decoder's layers and heads",
     )
     parser.add_argument(
         "--timeout",
@@ -80,6 +91,9 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
     _add_file_arguments(parser)
     add_model_arguments(parser)
     add_sampling_arguments(parser)
+    add_beam_arguments(parser)
+    add_constraint_arguments(parser)
+    add_adapter_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -109,7 +123,9 @@ def run(args: argparse.Namespace) -> int:
         _list_languages(model.path, as_json=args.json)
         return DONE
     device = device_of(args)
-    sampling = sampling_of(args)
+    sampling, beams, adapter = sampling_of(args), beams_of(args), adapter_of(args)
+    if args.attention and not args.json:
+        raise Failure(USAGE, "--attention has no effect without --json")
     with ExitStack() as stack:
         stream = _open_input(args, stack)
         destination = choose_destination(args, stream)
@@ -121,13 +137,17 @@ def run(args: argparse.Namespace) -> int:
         languages = _languages(args, model, console)
         if not (model.path / MODEL_FILE).exists():
             raise Failure(UNUSABLE, f"{model.path}: holds no tokenizer ({MODEL_FILE})")
+        constraints = constraints_of(args, model.path)
+        asked = _asked(args, languages, adapter, {"sampling": sampling, **beams, **constraints})
         texts = _texts(args, console, stream)
         bar = _wants_bar(args, console, destination, stream)
         total = count_lines(stream) if bar and stream is not None and regular_file(stream) else None
         signals = stack.enter_context(Signals())
-        translator = stack.enter_context(_load(args, model, device, languages))
-        settings = _settings(args, languages) | sampling_settings(sampling)
-        sink = destination.open(texts, lambda: fingerprint(translator.model, model.path, settings))
+        translator = stack.enter_context(_load(args, model, device, languages, adapter))
+        translator.check_options(**asked.terms, **asked.options)  # before an output is touched
+        settings = _settings(args, asked)
+        folder = None if adapter is None else adapter.folder
+        sink = destination.open(texts, lambda: fingerprint(translator.model, model.path, settings, folder))
         stack.enter_context(closing(sink))
         stack.enter_context(closing(console))
         if sink.dropped:
@@ -136,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
             console.note(f"going on after {sink.lines} lines of {destination.path}")
         if bar:
             console.draw(total, sink.lines)
-        return LineRun(args, texts, sink, console, signals).run(translator, *languages, sampling)
+        return LineRun(args, texts, sink, console, signals).run(translator, asked)
 
 
 def _open_input(args: argparse.Namespace, stack: ExitStack) -> BinaryIO | None:
@@ -145,10 +165,8 @@ def _open_input(args: argparse.Namespace, stack: ExitStack) -> BinaryIO | None:
         if args.input is not None:
             raise Failure(USAGE, "--input: expected no file when a TEXT is given")
         return None
-    if args.input == "":
-        raise Failure(USAGE, "--input: expected a file, got ''")
     if args.input not in (None, STANDARD):
-        return stack.enter_context(open_input(Path(args.input)))
+        return stack.enter_context(open_input(args.input, "--input"))
     if sys.stdin is None:
         raise Failure(USAGE, "standard input is closed, and no TEXT is given")
     return cast(BinaryIO, sys.stdin.buffer)
@@ -162,16 +180,43 @@ def _texts(args: argparse.Namespace, console: Console, stream: BinaryIO | None) 
     return Lines(stream, STANDARD_INPUT if args.input in (None, STANDARD) else args.input)
 
 
-def _load(args: argparse.Namespace, model: ModelChoice, device: str, languages: tuple[str, str]) -> Translator:
+def _load(
+    args: argparse.Namespace,
+    model: ModelChoice,
+    device: str,
+    languages: tuple[str, str],
+    adapter: AdapterChoice | None,
+) -> Translator:
     source, target = languages
-    return Translator(model.path, device=device, dtype=args.dtype, source=source, target=target, **limits_of(args))
+    adapted = {} if adapter is None else adapter.load_options
+    return Translator(
+        model.path, device=device, dtype=args.dtype, source=source, target=target, **limits_of(args), **adapted
+    )
 
 
-def _settings(args: argparse.Namespace, languages: tuple[str, str]) -> dict[str, object]:
-    """Return the options that lines follow from, besides those that choose tokens."""
-    options = ("max_source_len", "max_new_tokens", "timeout", "json", "scores")
-    named = {f"--{name.replace('_', '-')}": getattr(args, name) for name in options}
-    return {"--from": languages[0], "--to": languages[1], **named}
+def _asked(
+    args: argparse.Namespace, languages: tuple[str, str], adapter: AdapterChoice | None, options: Options
+) -> Asked:
+    more: Options = {
+        "return_scores": args.scores,
+        "return_attention": args.attention,
+        "timeout": args.timeout,
+    }
+    return Asked(*languages, args.target_prefix, None if adapter is None else adapter.name, {**options, **more})
+
+
+def _settings(args: argparse.Namespace, asked: Asked) -> dict[str, object]:
+    """Return the options that lines follow from."""
+    options = ("max_source_len", "max_new_tokens", "timeout", "json", "scores", "attention")
+    return {
+        "--from": asked.source,
+        "--to": asked.target,
+        "--adapter": asked.adapter,
+        **{f"--{name.replace('_', '-')}": getattr(args, name) for name in options},
+        **sampling_settings(asked.options["sampling"]),
+        **beam_settings(args),
+        **constraint_settings(args, asked.options),
+    }
 
 
 def _wants_bar(args: argparse.Namespace, console: Console, destination: Destination, stream: BinaryIO | None) -> bool:

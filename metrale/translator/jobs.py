@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from metrale.engine import Generated, Request
+from metrale.engine import Generated, Request, checked_request
 from metrale.errors import InvalidInput
 from metrale.model import SamplingParams
 from metrale.nllb.admission import FRAME_LEN
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import NllbTokenizer
-from metrale.translator.translation import Translation
+from metrale.translator.options import TranslationOptions, renamed
+from metrale.translator.terms import Terms
+from metrale.translator.translation import Translation, TranslationHypothesis
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,82 +25,113 @@ class Job:
     index: int
     request: Request
     truncated: bool
-    source: str
-    target: str
+    terms: Terms
 
 
 @dataclass(frozen=True, slots=True)
 class JobMaker:
-    """What all texts of one call have in common.
+    """Makes the requests of one call's texts.
 
     Attributes
     ----------
     model : NllbModel
     tokenizer : NllbTokenizer
-    max_new_tokens : int
-    scores, truncate : bool
+    options : TranslationOptions
     sampling : SamplingParams
-    timeout : float or None
-        Seconds for each text, from its submission.
+        What the options come to.
     first_index : int
         What the first text counts as, where draws depend on the index.
     """
 
     model: NllbModel
     tokenizer: NllbTokenizer
-    max_new_tokens: int
-    scores: bool
-    truncate: bool
+    options: TranslationOptions
     sampling: SamplingParams
-    timeout: float | None
     first_index: int = 0
 
-    def job(self, index: int, tokens: Sequence[int], source: str, target: str) -> Job:
+    def job(self, index: int, tokens: Sequence[int], terms: Terms) -> Job:
         """Return the job of the text at ``index``.
 
         Raises
         ------
         InvalidInput
-            When the text is too long, and not to be cut.
+            When the text is too long, and not to be cut; also when the model cannot serve what is asked.
         """
-        most = self.model.shape.limits.max_source_len - FRAME_LEN
-        if len(tokens) > most and not self.truncate:
-            raise InvalidInput(f"texts[{index}]", f"a text of at most {most} tokens", f"{len(tokens)} tokens")
-        request = Request(
-            tokens[:most],
-            self.tokenizer.language_id(source),
-            self.tokenizer.language_id(target),
-            self.max_new_tokens,
-            eos_ids=frozenset(self.model.config.generation.eos_token_id),
-            sampling=self._sampling(self.first_index + index),
-            timeout=self.timeout,
-            logprobs=self.scores,
-        )
-        return Job(index, request, len(tokens) > most, source, target)
+        options = self.options
+        tokens, truncated = fitting(self.model, f"texts[{index}]", tokens, truncate=options.truncate)
+        capacity = self.model.capacity()
+        with renamed():
+            request = Request(
+                tokens,
+                self.tokenizer.language_id(terms.source),
+                self.tokenizer.language_id(terms.target),
+                options.max_new_tokens,
+                eos_ids=capacity.eos_ids,
+                sampling=self._sampling(self.first_index + index),
+                beams=options.beam_params,
+                prefix_tokens=terms.prefix,
+                adapter_slot=terms.adapter_slot,
+                timeout=options.timeout,
+                logprobs=options.return_scores,
+            )
+            checked_request(request, capacity, self.model.vocab_size(), capacity.max_sequences)
+        return Job(index, request, truncated, terms)
 
     def translation(self, job: Job, generated: Generated) -> Translation:
-        """Return what a job came to."""
+        """Return what a job came to, without attention."""
         failed = generated.finish_reason == "error"
-        ids = tuple(token for token in generated.ids if not self.tokenizer.is_special(token))
+        hypotheses = () if failed else self._hypotheses(job.terms, generated)
+        ids = tuple(token for token in (*job.terms.prefix, *generated.ids) if not self.tokenizer.is_special(token))
         return Translation(
             text="" if failed else self.tokenizer.decode(ids),
-            token_ids=ids,
-            score=generated.logprob / generated.length if self.scores and not failed else None,
+            token_ids=() if failed else ids,
+            score=hypotheses[0].score if hypotheses else None,
             finish_reason=generated.finish_reason,
             truncated=job.truncated,
-            source_lang=job.source,
-            target_lang=job.target,
+            source_lang=job.terms.source,
+            target_lang=job.terms.target,
             error=generated.error,
+            adapter=job.terms.adapter_name,
+            hypotheses=hypotheses,
         )
+
+    def _hypotheses(self, terms: Terms, generated: Generated) -> tuple[TranslationHypothesis, ...]:
+        if generated.hypotheses is not None:
+            return tuple(self._hypothesis(one.ids[1:], one.score, one.logprobs[1:]) for one in generated.hypotheses)
+        if self.options.beam_params is not None:  # stopped before its end
+            return ()
+        chosen = generated.ids if generated.eos_id is None else [*generated.ids, generated.eos_id]
+        logprobs = [0.0] * len(terms.prefix) + (generated.logprobs or [])
+        return (self._hypothesis([*terms.prefix, *chosen], generated.score, logprobs),)
+
+    def _hypothesis(self, ids: Sequence[int], score: float, logprobs: Sequence[float]) -> TranslationHypothesis:
+        text = self.tokenizer.decode(ids)
+        if not self.options.return_scores:
+            return TranslationHypothesis(text, tuple(ids))
+        return TranslationHypothesis(text, tuple(ids), score, tuple(logprobs))
 
     def _sampling(self, index: int) -> SamplingParams:
         params = self.sampling
         return replace(params, seed=text_seed(params.seed, index)) if params.temperature else params
 
 
-def blank(source: str, target: str) -> Translation:
+def blank(terms: Terms) -> Translation:
     """Return the translation of a text without anything visible."""
-    return Translation("", (), None, "eos", False, source, target)
+    return Translation("", (), None, "eos", False, terms.source, terms.target, adapter=terms.adapter_name)
+
+
+def fitting(model: NllbModel, argument: str, tokens: Sequence[int], *, truncate: bool) -> tuple[Sequence[int], bool]:
+    """Return a source's tokens, cut if need be to what the model takes, and whether they were.
+
+    Raises
+    ------
+    InvalidInput
+        When they are too many, and not to be cut.
+    """
+    most = model.shape.limits.max_source_len - FRAME_LEN
+    if len(tokens) > most and not truncate:
+        raise InvalidInput(argument, f"a text of at most {most} tokens", f"{len(tokens)} tokens")
+    return tokens[:most], len(tokens) > most
 
 
 def text_seed(seed: int, index: int) -> int:

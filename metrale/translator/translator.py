@@ -6,20 +6,24 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Final, overload
+from typing import Any, Final, Unpack, overload
 
 from metrale.checks import integer
 from metrale.engine import Engine, EngineClosed, Generated, RequestHandle
-from metrale.errors import InvalidInput, NotSupported, SequenceError
+from metrale.errors import InvalidInput, SequenceError
 from metrale.factory import load
-from metrale.model import GREEDY, SamplingParams
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
 from metrale.translator.jobs import Job, JobMaker, blank
+from metrale.translator.options import Options, TranslationOptions
+from metrale.translator.pairs import score_pairs
+from metrale.translator.scoring import Scorer, attended, left
 from metrale.translator.stream import Entry, Submitted, TranslationStream
-from metrale.translator.translation import Languages, Translation
+from metrale.translator.terms import OneOrEach, Terms, TermsReader
+from metrale.translator.translation import Languages, Scored, Translation
 
 _BATCHES_PER_WINDOW: Final = 4
 """So many texts are with the engine for each of its lanes: enough that none runs empty while a long one holds up the
@@ -43,7 +47,7 @@ class Translator:
         `close` leaves it alone.
     **options
         The keyword arguments of `metrale.load`, when ``model`` is a path. ``source=`` and ``target=`` become the
-        default languages.
+        default languages; ``adapters=`` names the folders of LoRA adapters.
 
     Raises
     ------
@@ -66,6 +70,9 @@ class Translator:
             self.close()
             raise InvalidInput("model", f"a checkpoint with a tokenizer ({MODEL_FILE})", "one that serves ids only")
         self._tokenizer: NllbTokenizer = self.model.tokenizer
+        self._terms = TermsReader(self.model, self._tokenizer)
+        self._gate = threading.Lock()
+        self._scorer = Scorer(self.model, self._gate, self._check_open)
 
     def __enter__(self) -> Translator:
         return self
@@ -92,6 +99,11 @@ class Translator:
         """The language codes that ``source`` and ``target`` may be."""
         return self._tokenizer.languages
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the resident adapters, which ``adapter`` may be."""
+        return tuple(self.model.adapters())
+
     @overload  # a str is a sequence of str as well; the first overload that fits is meant
     def translate(  # type: ignore[overload-overlap]
         self,
@@ -99,13 +111,10 @@ class Translator:
         source: Languages = None,
         target: Languages = None,
         *,
-        max_new_tokens: int | None = None,
-        num_beams: int = 1,
-        return_scores: bool = False,
-        truncate: bool = True,
+        target_prefix: OneOrEach = None,
+        adapter: OneOrEach = None,
         progress: Callable[[int], None] | None = None,
-        sampling: SamplingParams = GREEDY,
-        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Translation: ...
     @overload
     def translate(
@@ -114,13 +123,10 @@ class Translator:
         source: Languages = None,
         target: Languages = None,
         *,
-        max_new_tokens: int | None = None,
-        num_beams: int = 1,
-        return_scores: bool = False,
-        truncate: bool = True,
+        target_prefix: OneOrEach = None,
+        adapter: OneOrEach = None,
         progress: Callable[[int], None] | None = None,
-        sampling: SamplingParams = GREEDY,
-        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> list[Translation]: ...
     def translate(
         self,
@@ -128,13 +134,10 @@ class Translator:
         source: Languages = None,
         target: Languages = None,
         *,
-        max_new_tokens: int | None = None,
-        num_beams: int = 1,
-        return_scores: bool = False,
-        truncate: bool = True,
+        target_prefix: OneOrEach = None,
+        adapter: OneOrEach = None,
         progress: Callable[[int], None] | None = None,
-        sampling: SamplingParams = GREEDY,
-        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Translation | list[Translation]:
         """Translate one text, or any number of them.
 
@@ -146,22 +149,16 @@ class Translator:
             A blank text gives a blank translation.
         source, target : str, sequence of str or None
             Language codes: one for all texts, one for each, or None for the model's default.
-        max_new_tokens : int or None
-            Most tokens to generate, the language token and EOS included; None takes the model's limit.
-        num_beams : int
-            1 in this version.
-        return_scores : bool
-            Whether to compute `Translation.score`.
-        truncate : bool
-            Whether a source that is too long is cut, and flagged in its result, or refused.
+        target_prefix : str, sequence of str or None, or None
+            What the translation begins with, for all texts or for each; it is part of the result. It is tokenised by
+            itself, so the model goes on behind its last token: end it where a word ends.
+        adapter : str, sequence of str or None, or None
+            The name of a resident adapter, for all texts or for each; None is the base model.
         progress : callable or None
             Called with the number of texts finished so far, in the calling thread.
-        sampling : SamplingParams
-            How tokens are chosen. Each text draws by a seed of its own, which follows from ``seed`` and the text's
-            index alone.
-        timeout : float or None
-            Most seconds for a text, from when the engine is given it; at most a few batches of texts are ahead of it
-            then.
+        **options
+            How to translate, and what to return: the attributes of `TranslationOptions`, by name. ``max_new_tokens``,
+            ``num_beams``, ``sampling``, ``return_scores``, ``timeout`` and more.
 
         Returns
         -------
@@ -173,34 +170,32 @@ class Translator:
         ------
         UnknownLanguage, InvalidInput
             When an argument is wrong, before anything is translated.
-        NotSupported
-            When ``num_beams`` is more than 1.
         SequenceError
-            When the translator is closed.
+            When the translator is closed, or an adapter leaves its slot before its texts are under way. A text that
+            waits for a lane then ends with ``error`` in its result.
         """
-        if isinstance(texts, str):
-            texts, single = [texts], True
-        else:
-            _require_iterable(texts)
-            texts, single = list(texts), False
+        listed, single = _listed(texts)
         if progress is not None and not callable(progress):
             raise InvalidInput("progress", "a callable or None", repr(progress))
-        maker = self._maker(max_new_tokens, num_beams, return_scores, truncate, sampling, timeout)
-        sources = self._languages("source", source, len(texts), self.model.languages.source)
-        targets = self._languages("target", target, len(texts), self.model.languages.target)
-        results: list[Translation | None] = [None] * len(texts)
+        maker = self._maker(options)
+        terms = self._terms.read(len(listed), source, target, target_prefix, adapter)
+        results: list[Translation | None] = [None] * len(listed)
         jobs: list[Job] = []
-        for index, tokens in enumerate(self._tokenizer.encode_batch(texts)):
+        for index, tokens in enumerate(self._tokenizer.encode_batch(listed)):
             if tokens:
-                jobs.append(maker.job(index, tokens, sources[index], targets[index]))
+                jobs.append(maker.job(index, tokens, terms[index]))
             else:
-                results[index] = blank(sources[index], targets[index])
-        if progress is not None and len(jobs) < len(texts):
-            progress(len(texts) - len(jobs))
+                results[index] = blank(terms[index])
+        if progress is not None and len(jobs) < len(listed):
+            progress(len(listed) - len(jobs))
         if jobs:
             self._run(jobs, results, maker, progress)
         finished = [result for result in results if result is not None]
-        assert len(finished) == len(texts)
+        assert len(finished) == len(listed)
+        if maker.options.return_attention:
+            found = attended(self._scorer, jobs, [finished[job.index] for job in jobs])
+            for job, result in zip(jobs, found, strict=True):
+                finished[job.index] = result
         return finished[0] if single else finished
 
     def stream(
@@ -209,14 +204,11 @@ class Translator:
         source: str | None = None,
         target: str | None = None,
         *,
-        max_new_tokens: int | None = None,
-        num_beams: int = 1,
-        return_scores: bool = False,
-        truncate: bool = True,
-        sampling: SamplingParams = GREEDY,
-        timeout: float | None = None,
+        target_prefix: str | None = None,
+        adapter: str | None = None,
         window: int | None = None,
         first_index: int = 0,
+        **options: Unpack[Options],
     ) -> TranslationStream:
         """Translate texts as they come, in any number, and give each translation as soon as it is the next one.
 
@@ -224,15 +216,15 @@ class Translator:
         ----------
         texts : iterable of str
             Read lazily, on a thread of the stream's own. What it raises is raised in its place in the order.
-        source, target : str or None
-            One language code for all texts, or None for the model's default.
-        max_new_tokens, num_beams, return_scores, truncate, sampling, timeout
-            As for `translate`. A text that is refused is so in its place in the order.
+        source, target, target_prefix, adapter : str or None
+            As for `translate`, one for all texts.
         window : int or None
             Most texts that are read and not given out yet; None takes four for each of the model's lanes.
         first_index : int
             What the first text counts as where draws depend on the index: a stream that goes on behind ``n`` texts of
             another draws as that would have.
+        **options
+            As for `translate`. A text that is refused is so in its place in the order.
 
         Returns
         -------
@@ -241,7 +233,7 @@ class Translator:
 
         Raises
         ------
-        UnknownLanguage, InvalidInput, NotSupported, SequenceError
+        UnknownLanguage, InvalidInput, SequenceError
             As `translate`, for what is wrong with other arguments than a text.
         """
         if isinstance(texts, str):
@@ -250,23 +242,99 @@ class Translator:
         lanes = self.model.shape.limits.max_batch
         wide = _BATCHES_PER_WINDOW * lanes if window is None else integer("window", window, 1, _MOST_WINDOW)
         first = integer("first_index", first_index, 0, _MOST_INDEX)
-        maker = self._maker(max_new_tokens, num_beams, return_scores, truncate, sampling, timeout, first)
-        (source_code,) = self._languages("source", source, 1, self.model.languages.source)
-        (target_code,) = self._languages("target", target, 1, self.model.languages.target)
-        maker.job(0, (), source_code, target_code)  # what is wrong with the options is said now
-        engine = self._running()
+        maker, terms = self._checked(source, target, target_prefix, adapter, options, first)
+        self._running()
 
         def submit(index: int, text: str) -> Entry:
             tokens = self._encode(index, text)
             if not tokens:
-                return blank(source_code, target_code)
-            job = maker.job(index, tokens, source_code, target_code)
-            return Submitted(job, engine.submit(job.request))
+                return blank(terms)
+            job = maker.job(index, tokens, terms)
+            return Submitted(job, self._submit(job))
 
         def finish(job: Job, generated: Generated) -> Translation:
-            return self._translation(maker, job, generated)
+            result = self._translation(maker, job, generated)
+            return attended(self._scorer, [job], [result])[0] if maker.options.return_attention else result
 
         return TranslationStream(texts, submit, finish, wide)
+
+    def check_options(
+        self,
+        source: str | None = None,
+        target: str | None = None,
+        *,
+        target_prefix: str | None = None,
+        adapter: str | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        """Raise what `stream` would raise for these arguments; do nothing else."""
+        self._checked(source, target, target_prefix, adapter, options)
+
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        sources: str,
+        targets: str,
+        source: Languages = None,
+        target: Languages = None,
+        *,
+        adapter: OneOrEach = None,
+        truncate: bool = True,
+    ) -> Scored: ...
+    @overload
+    def score(
+        self,
+        sources: Sequence[str],
+        targets: Sequence[str],
+        source: Languages = None,
+        target: Languages = None,
+        *,
+        adapter: OneOrEach = None,
+        truncate: bool = True,
+    ) -> list[Scored]: ...
+    def score(
+        self,
+        sources: str | Sequence[str],
+        targets: str | Sequence[str],
+        source: Languages = None,
+        target: Languages = None,
+        *,
+        adapter: OneOrEach = None,
+        truncate: bool = True,
+    ) -> Scored | list[Scored]:
+        """Return how likely given translations are: one of a text, or one of each of any number of texts.
+
+        It waits for lanes of the model while translations have all of them.
+
+        Parameters
+        ----------
+        sources, targets : str or sequence of str
+            The texts and their translations.
+        source, target, adapter
+            As for `translate`.
+        truncate : bool
+            Whether a source that is too long is cut, and flagged in its result, or refused. A target never is cut.
+
+        Returns
+        -------
+        Scored or list of Scored
+            One for a single pair, a list otherwise.
+
+        Raises
+        ------
+        UnknownLanguage, InvalidInput
+            When an argument is wrong, or a target is longer than the model's limit, before anything is computed.
+        SequenceError
+            When the translator is closed, or an adapter leaves its slot meanwhile.
+        """
+        (texts, single), (wanted, _) = _listed(sources, "sources"), _listed(targets, "targets")
+        if len(wanted) != len(texts) or single != isinstance(targets, str):
+            raise InvalidInput("targets", "one target for each source", f"{len(wanted)} for {len(texts)}")
+        terms = self._terms.read(len(texts), source, target, adapter=adapter)
+        self._check_open()
+        pairs = texts, wanted
+        results = score_pairs(self.model, self._tokenizer, self._scorer, pairs, terms, truncate=truncate)
+        return results[0] if single else results
 
     def _run(
         self,
@@ -277,7 +345,7 @@ class Translator:
     ) -> None:
         """Fill in the results of ``jobs``, the longest first, so that no long one is left at the end."""
         done = len(results) - len(jobs)
-        engine = self._running()
+        self._running()
         window = _BATCHES_PER_WINDOW * self.model.shape.limits.max_batch
         ended: SimpleQueue[RequestHandle] = SimpleQueue()
         under_way: dict[RequestHandle, Job] = {}
@@ -285,7 +353,7 @@ class Translator:
         try:
             while done < len(results):
                 while len(under_way) < window and (job := next(waiting, None)) is not None:
-                    handle = engine.submit(job.request)
+                    handle = self._submit(job)
                     under_way[handle] = job
                     handle.add_done_callback(ended.put)
                 handle = ended.get()
@@ -301,6 +369,17 @@ class Translator:
                 handle.result()
             raise
 
+    def _submit(self, job: Job) -> RequestHandle:
+        """Give a job to the engine, with the adapter that it is meant for."""
+        engine = self._running()
+        with self._gate:
+            handle = engine.submit(job.request)
+        adapter = job.terms.adapter
+        if adapter is not None and handle.adapter_id != adapter.number:
+            handle.cancel()
+            raise left(adapter)
+        return handle
+
     def _translation(self, maker: JobMaker, job: Job, generated: Generated) -> Translation:
         """Return what a job came to. What no text could do without is raised: the device, and the engine."""
         if generated.finish_reason == "error":
@@ -314,31 +393,41 @@ class Translator:
     def _running(self) -> Engine:
         """Return the engine, which is started at the first use."""
         with self._lock:
-            if self._closed:
-                raise SequenceError("the translator is closed")
+            self._check_open()
             if self._engine is None:
                 self._engine = Engine(self.model)
             return self._engine
 
-    def _maker(
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SequenceError("the translator is closed")
+
+    def _checked(
         self,
-        max_new_tokens: int | None,
-        num_beams: int,
-        scores: bool,
-        truncate: bool,
-        sampling: SamplingParams,
-        timeout: float | None,
+        source: str | None,
+        target: str | None,
+        target_prefix: str | None,
+        adapter: str | None,
+        options: Options,
         first_index: int = 0,
-    ) -> JobMaker:
+    ) -> tuple[JobMaker, Terms]:
+        """Return what makes requests, and the terms of every text; what is wrong with either is said now."""
+        maker = self._maker(options, first_index)
+        (terms,) = self._terms.read(1, source, target, target_prefix, adapter)
+        maker.job(0, (), terms)
+        return maker, terms
+
+    def _maker(self, options: Options, first_index: int = 0) -> JobMaker:
         """Return what makes requests of texts, after checking what they have in common."""
+        checked = TranslationOptions(**options)
         limit = self.model.shape.limits.max_new_tokens
-        if integer("num_beams", num_beams, 1) > 1:
-            raise NotSupported("Translator", f"num_beams={num_beams}", "this version follows one beam (num_beams=1)")
         expected = f"an int from 1 to {limit}, the limit the model was loaded with"
-        most = limit if max_new_tokens is None else integer("max_new_tokens", max_new_tokens, 1, limit, expected)
-        if not isinstance(sampling, SamplingParams):
-            raise InvalidInput("sampling", "a SamplingParams", repr(sampling))
-        return JobMaker(self.model, self._tokenizer, most, bool(scores), bool(truncate), sampling, timeout, first_index)
+        if checked.max_new_tokens is not None:
+            most = integer("max_new_tokens", checked.max_new_tokens, 1, limit, expected)
+            checked = replace(checked, max_new_tokens=most)
+        checked.check_penalty(checked.max_new_tokens or limit)
+        sampling = checked.sampling_params(self.model.config.generation.eos_token_id[0])
+        return JobMaker(self.model, self._tokenizer, checked, sampling, first_index)
 
     def _encode(self, index: int, text: str) -> list[int]:
         try:
@@ -346,26 +435,15 @@ class Translator:
         except InvalidInput as error:
             raise InvalidInput(f"texts[{index}]", error.expected, error.got) from None
 
-    def _languages(self, argument: str, given: Languages, count: int, default: int | None) -> list[str]:
-        """Return one checked code for each text."""
-        if given is None:
-            if default is None:
-                raise InvalidInput(argument, f"a language code here, or as {argument}= where the model is loaded", None)
-            return [self._tokenizer.language_code(default)] * count
-        if isinstance(given, str):
-            self._tokenizer.language_id(given, argument)
-            return [given] * count
-        if not isinstance(given, Iterable):
-            raise InvalidInput(argument, "a language code, or one for each text", repr(given))
-        codes = list(given)
-        if len(codes) != count:
-            texts = "one code" if count == 1 else f"one code for each of {count} texts"
-            raise InvalidInput(argument, texts, f"{len(codes)} codes")
-        for code in codes:
-            self._tokenizer.language_id(code, argument)
-        return codes
+
+def _listed(texts: str | Sequence[str], argument: str = "texts") -> tuple[list[str], bool]:
+    """Return texts as a list, and whether it was a single one."""
+    if isinstance(texts, str):
+        return [texts], True
+    _require_iterable(texts, argument)
+    return list(texts), False
 
 
-def _require_iterable(texts: object) -> None:
+def _require_iterable(texts: object, argument: str = "texts") -> None:
     if isinstance(texts, bytes | set | frozenset | dict) or not isinstance(texts, Iterable):
-        raise InvalidInput("texts", "a str or a sequence of str", repr(texts)[:80])
+        raise InvalidInput(argument, "a str or a sequence of str", repr(texts)[:80])

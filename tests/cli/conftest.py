@@ -73,6 +73,9 @@ class FakeTranslator:
     ) -> None:
         self.closed = True
 
+    def check_options(self, source: str, target: str, **rest: Any) -> None:
+        """All is well."""
+
     def stream(self, texts: Iterable[str], source: str, target: str, **rest: Any) -> FakeStream:
         self.arguments.append(rest)
         return FakeStream(texts, lambda text: self._one(text, source, target, scored=rest["return_scores"]))

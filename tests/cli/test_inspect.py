@@ -40,6 +40,7 @@ def test_the_demo_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "kv": plan.kv,
         "logits": plan.logits,
         "workspace": plan.workspace,
+        "adapters": 0,
         "total": plan.total,
     }
 

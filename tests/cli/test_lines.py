@@ -86,6 +86,23 @@ def test_a_line_comes_at_once_when_no_more_is_waiting() -> None:
         assert list(lines) == []
 
 
+def test_whether_the_next_line_is_there() -> None:
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as stream, open(writer, "wb", buffering=0) as source:
+        lines = Lines(stream, "pipe")
+        assert lines.waits
+        source.write(b"one\ntwo\nthr")
+        for left in (True, False):
+            assert not lines.waits
+            next(lines)
+            assert lines.waits != left
+        source.write(b"ee\n")
+        assert (lines.waits, next(lines), lines.waits) == (False, "three", True)
+        source.close()
+        assert not lines.waits  # the end is there
+    assert not Lines(io.BytesIO(b""), "memory").waits
+
+
 def test_an_input_that_does_not_wait_is_waited_for() -> None:
     """Whoever started the process may have made its standard input non-blocking."""
     read_end, write_end = os.pipe()
@@ -104,7 +121,7 @@ def test_an_input_that_does_not_wait_is_waited_for() -> None:
 def test_lines_are_counted_without_being_read(tmp_path: Path, data: bytes, count: int) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(data)
-    with open_input(path) as stream:
+    with open_input(str(path), "--input") as stream:
         assert count_lines(stream) == count
         assert len(list(Lines(stream, "a.txt"))) == count
         assert count_lines(stream) == 0, "nothing is left from where it stands"

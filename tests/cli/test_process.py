@@ -47,6 +47,18 @@ def test_a_program_can_send_a_line_and_wait_for_the_answer_and_ctrl_c_is_130() -
         assert errors_of(process)[-1] == "metrale: interrupted after 2 lines"
 
 
+def test_a_program_can_send_a_pair_and_wait_for_its_score() -> None:
+    with started("score", "--from", "eng_Latn", "--to", "fra_Latn", "--quiet") as (process, source, result):
+        for pairs in (1, 1, 3):
+            source.write(b"The garage door is open.\tLa porte du garage est ouverte.\n" * pairs)
+            source.flush()
+            assert len({result.readline() for _ in range(pairs)}) == 1
+        source.write(b"no pair\n")
+        source.flush()
+        assert process.wait(SECONDS) == 2
+        assert "line 6: expected a text, a tab" in errors_of(process)[-1]
+
+
 def test_a_consumer_that_does_not_read_stops_the_intake() -> None:
     """Lines of 1 KiB: the pipes take 64 KiB each, the command reads as much ahead, and answers are not dropped."""
     options = ("--to", "fra_Latn", "--json", "--quiet", "--max-batch", "4", "--max-new-tokens", "2")

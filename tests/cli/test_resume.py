@@ -145,6 +145,16 @@ def test_an_output_of_unknown_origin_is_refused(
         (["--repetition-penalty", "1.5"], "--repetition-penalty was 1.0 and is 1.5"),
         (["--no-repeat-ngram", "2"], "--no-repeat-ngram was 0 and is 2"),
         (["--min-new-tokens", "2"], "--min-new-tokens was 0 and is 2"),
+        (["--attention", "--json"], "--json was not given and is given; --attention was not given and is given"),
+        (["--beam", "3"], "--beam was 1 and is 3"),
+        (["--beam", "3", "--length-penalty", "2"], "--beam was 1 and is 3; --length-penalty was 1.0 and is 2.0"),
+        (
+            ["--beam", "3", "--early-stopping", "never"],
+            "--beam was 1 and is 3; --early-stopping was false and is never",
+        ),
+        (["--target-prefix", "Oui"], "--target-prefix was not given and is Oui"),
+        (["--suppress-tokens", "7,9"], "--suppress-tokens was not given and is 7,9"),
+        (["--forced-eos"], "--forced-eos was not given and is given"),
         (["--temperature", "0.5", "--top-k", "3"], "--temperature was 0.0 and is 0.5; --top-k was 0 and is 3"),
     ],
 )
@@ -188,6 +198,40 @@ def test_another_model_is_refused(
     shutil.copy(demo_model_path() / name, model)
     (model / "README.md").write_text("Notes.")
     assert translate(source, output, "--resume", *moved) == 1, "the same model, elsewhere"
+
+
+def test_other_bad_words_are_refused(
+    source: Path, output: Path, tmp_path: Path, fakes: list[FakeTranslator], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = tmp_path / "words.txt"
+    words.write_text("Bonjour\n\nSalut\n")
+    broken_off(source, output, 3, "--bad-words", words)
+    words.write_text("Bonjour\nSalutations\n")
+    assert translate(source, output, "--resume", "--bad-words", words) == 2
+    assert "cannot be gone on with: --bad-words was 2 phrases, " in capsys.readouterr().err
+    words.write_text("Bonjour\nSalut\n")
+    assert translate(source, output, "--resume", "--bad-words", words) == 1, "the same words"
+
+
+def test_another_adapter_is_refused(
+    source: Path, output: Path, tmp_path: Path, fakes: list[FakeTranslator], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_text("one")
+    broken_off(source, output, 3, "--adapter", f"law={folder}")
+    assert translate(source, output, "--resume") == 2
+    assert "--adapter was law and is not given" in capsys.readouterr().err
+    assert translate(source, output, "--resume", "--adapter", f"sea={folder}") == 2
+    assert "cannot be gone on with: --adapter was law and is sea (" in capsys.readouterr().err
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    (moved / "adapter_model.safetensors").write_text("two")
+    assert translate(source, output, "--resume", "--adapter", f"law={moved}") == 2
+    message = "cannot be gone on with: the adapter's adapter_model.safetensors is another one ("
+    assert message in capsys.readouterr().err
+    (moved / "adapter_model.safetensors").write_text("one")
+    assert translate(source, output, "--resume", "--adapter", f"law={moved}") == 1, "the same adapter, elsewhere"
 
 
 def test_another_version_is_refused(

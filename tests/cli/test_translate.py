@@ -48,13 +48,16 @@ def test_text_arguments_json_and_scores(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["translate", *options, case["text"], " "]) == 0
     out, err = capsys.readouterr()
     first, blank = map(json.loads, out.splitlines())
-    assert list(first) == list(blank) == KEYS
+    assert list(first) == list(blank) == [*KEYS, "hypotheses"]
+    (best,) = first["hypotheses"]
+    assert (best["text"], best["token_ids"]) == (first["text"], case["greedy"]["ids"][2:])
+    assert len(best["token_logprobs"]) == len(best["token_ids"])
     assert first["text"] == case["greedy"]["text"]
     assert first["source_text"] == case["text"]
     assert first["token_ids"] == case["greedy"]["ids"][2:-1]  # without start, language and EOS
     assert -5 < first["score"] < 0
     assert (first["finish_reason"], first["truncated"], first["error"]) == ("eos", False, None)
-    assert (blank["text"], blank["source_text"], blank["score"]) == ("", " ", None)
+    assert (blank["text"], blank["source_text"], blank["score"], blank["hypotheses"]) == ("", " ", None, [])
     assert err == ""
 
 
@@ -131,11 +134,20 @@ def test_options_reach_the_model(fakes: list[FakeTranslator]) -> None:
     }
     assert fakes[0].arguments == [
         {
-            "max_new_tokens": 9,
-            "return_scores": True,
-            "sampling": SamplingParams(),
-            "timeout": None,
+            "target_prefix": None,
+            "adapter": None,
             "first_index": 0,
+            "sampling": SamplingParams(),
+            "num_beams": 1,
+            "num_return_sequences": 1,
+            "length_penalty": 1.0,
+            "early_stopping": False,
+            "bad_words_ids": None,
+            "suppress_tokens": None,
+            "forced_eos": False,
+            "return_scores": True,
+            "return_attention": False,
+            "timeout": None,
         }
     ]
 

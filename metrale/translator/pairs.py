@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Texts with translations that are there already: how likely those are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from metrale.errors import InvalidInput
+from metrale.model import ScoreReq
+from metrale.nllb.model import NllbModel
+from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.translator.jobs import fitting
+from metrale.translator.scoring import Scorer
+from metrale.translator.terms import Terms
+from metrale.translator.translation import Scored
+
+
+def score_pairs(
+    model: NllbModel,
+    tokenizer: NllbTokenizer,
+    scorer: Scorer,
+    pairs: tuple[Sequence[str], Sequence[str]],
+    terms: Sequence[Terms],
+    *,
+    truncate: bool,
+) -> list[Scored]:
+    """Return what the targets of ``pairs``, sources and targets of the same number, come to.
+
+    Raises
+    ------
+    InvalidInput
+        When a source is too long and not to be cut, or a target is too long, before anything is computed.
+    """
+    sources, targets = (
+        _encoded(tokenizer, argument, texts) for argument, texts in zip(("sources", "targets"), pairs, strict=True)
+    )
+    fitted = [fitting(model, f"sources[{index}]", tokens, truncate=truncate) for index, tokens in enumerate(sources)]
+    most = model.shape.limits.max_new_tokens
+    for index, tokens in enumerate(targets):
+        if len(tokens) >= most:  # there is EOS as well
+            expected = f"a text of at most {most - 1} tokens, as the model was loaded"
+            raise InvalidInput(f"targets[{index}]", expected, f"{len(tokens)} tokens")
+    language = tokenizer.language_id
+    reqs = [
+        ScoreReq(tokens, (*target, tokenizer.eos_id), language(term.source), language(term.target), term.adapter_slot)
+        for (tokens, _), target, term in zip(fitted, targets, terms, strict=True)
+    ]
+    found = scorer.run(reqs, [term.adapter for term in terms])
+    return [
+        Scored(
+            score=scored.score,
+            token_ids=tuple(req.target_tokens),
+            token_logprobs=tuple(scored.logprobs),
+            truncated=cut,
+            source_lang=term.source,
+            target_lang=term.target,
+            adapter=term.adapter_name,
+        )
+        for scored, req, (_, cut), term in zip(found, reqs, fitted, terms, strict=True)
+    ]
+
+
+def _encoded(tokenizer: NllbTokenizer, argument: str, texts: Sequence[str]) -> list[list[int]]:
+    try:
+        return tokenizer.encode_batch(texts)
+    except InvalidInput as error:
+        raise InvalidInput(error.argument.replace("texts", argument), error.expected, error.got) from None
