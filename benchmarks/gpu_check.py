@@ -57,7 +57,7 @@ def compare(ours: Array, theirs: Array, dtype: str) -> dict[str, Any]:
 
 
 def check(
-    model: NllbModel, folder: Path, gpu: GpuBackend, dtype: str, limits: Mapping[str, int], batches: Sequence[int]
+    model: NllbModel, folder: Path, gpu: GpuBackend, dtype: str, limits: Mapping[str, Any], batches: Sequence[int]
 ) -> dict[str, Any]:
     """Keep the model's logits as ``logits.npz`` in the folder, for the peers, and judge them.
 

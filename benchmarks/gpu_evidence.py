@@ -2,9 +2,10 @@
 """What shows that the CUDA backend is right, in one command: `python -m benchmarks.gpu_evidence`, where there is a GPU.
 
 It runs the GPU tests as they are and with kernels compiled to PTX for compute capability 8.0, NVIDIA's memory checkers
-over the ops and a few translations, a planted overrun that the checker must find, and every mutant of the kernels. The
-steps run side by side. One JSON file says what was run on what, and how each step ended; the exit code is 0 when all of
-them ended as they should, and 2, before anything is run, when there is no GPU or no compute-sanitizer.
+over the ops and a few translations and searches, a planted overrun that the checker must find, and every mutant of the
+kernels. The steps run side by side, and so do parts of the tests. One JSON file says what was run on what, and how each
+step ended; the exit code is 0 when all of them ended as they should, and 2, before anything is run, when there is no
+GPU or no compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -40,6 +41,25 @@ MODEL: Final = "tests/gpu/test_short_run.py"
 LAUNCH_COST: Final = "tests/gpu/test_launch_cost.py"
 """Runs before everything else: beside other steps it would measure them."""
 
+LIVE: Final = "tests/parity/test_live.py"
+"""Left out: nothing of it runs on a GPU, and where it can, it imports torch."""
+
+PARTS: Final[dict[str, tuple[str, ...]]] = {
+    "beams and adapters": (
+        "tests/gpu/test_beams.py",
+        "tests/nllb/test_beam_golden.py",
+        "tests/nllb/test_model_adapters.py",
+        "tests/nllb/test_model_adapter_slots.py",
+        "tests/nllb/test_model_adapter_loading.py",
+        "tests/parity",
+    ),
+    "ops": ("tests/ops", "tests/gpu/test_batch_invariance.py"),
+    "device layer": ("tests/gpu_runtime", "tests/gpu/test_foreign.py", "tests/gpu/test_foreign_capture.py"),
+    "model": ("tests/nllb", "tests/model"),
+    "others": ("tests",),
+}
+"""The tests, in parts that run side by side: folders and files, each part without what those before it have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -52,12 +72,13 @@ class Step:
     alone: bool = False
 
 
-OURS: Final = ("-k", "not linear")
+FORMER: Final = ("-k", "not linear and not beam and not lora")
+BEAMS: Final = ("-k", "beam or lora")
 FLOAT32: Final = ("-k", "float32")
 """cuBLASLt's kernels for 16-bit types on Hopper move data by the bulk copy engine. Racecheck does not follow its
 ordering and reports hazards inside them; initcheck does not see what it writes. So racecheck leaves out the op that is
 a product, and both see the model in float32, whose products run on other kernels. What 16-bit passes read is held to
-have been written by the checked host backend."""
+have been written by the checked host backend. Racecheck takes longest, so it has the ops in two steps."""
 
 
 def sanitizer(tool: str, *command: str) -> tuple[str, ...]:
@@ -77,7 +98,8 @@ def steps(workers: int) -> list[Step]:
     checked = [
         Step(f"{tool}, {what}", sanitizer(tool, *PYTEST, "--no-pool", *target))
         for tool, what, target in (
-            ("racecheck", "ops", (OPS, *OURS)),
+            ("racecheck", "ops", (OPS, *FORMER)),
+            ("racecheck", "ops of beams and adapters", (OPS, *BEAMS)),
             ("racecheck", "model", (MODEL, *FLOAT32)),
             ("initcheck", "ops", (OPS,)),
             ("initcheck", "model", (MODEL, *FLOAT32)),
@@ -88,12 +110,22 @@ def steps(workers: int) -> list[Step]:
     planted = sanitizer("memcheck", PYTHON, "-m", "tests.gpu.planted")
     return [
         Step("launch cost", (*PYTEST, LAUNCH_COST), alone=True),
-        Step("tests", (*PYTEST, "--deselect", LAUNCH_COST)),
-        Step("tests, compute_80", (*PYTEST, "--gpu-arch", "compute_80", "--deselect", LAUNCH_COST)),
         Step("kernel mutants", (PYTHON, "-m", "tests.mutation", "--kernels", "--workers", str(workers))),
         *checked,
+        *tests("tests"),
+        *tests("tests, compute_80", "--gpu-arch", "compute_80"),
         Step("planted overrun", planted, FOUND, "Invalid __global__ write of size 4 bytes"),
     ]
+
+
+def tests(name: str, *options: str) -> list[Step]:
+    """Return a step for each of `PARTS`."""
+    found, before = [], [LAUNCH_COST, LIVE]
+    for part, paths in PARTS.items():
+        without = (f"--ignore={path}" for path in before if path not in paths)
+        found.append(Step(f"{name}: {part}", (*PYTEST, *options, *paths, *without)))
+        before += paths
+    return found
 
 
 def refusal(chosen: Sequence[Step]) -> str | None:
@@ -128,7 +160,7 @@ def run(step: Step, seconds: float) -> dict[str, Any]:
         text = output.read()
     lines = text.replace(str(ROOT) + os.sep, "").replace(sys.executable, PYTHON).splitlines()
     ended_well = code == step.expected and step.text in text
-    print(f"{'ok' if ended_well else 'FAILED':8}{step.name:22}{took:7.1f} s  {summary_of(lines)}", flush=True)
+    print(f"{'ok' if ended_well else 'FAILED':8}{step.name:38}{took:7.1f} s  {summary_of(lines)}", flush=True)
     return {
         "step": step.name,
         "command": " ".join(Path(word).name if word.startswith("/") else word for word in step.command),

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gpu_runtime import Op, OpSpec, dtypes
 from gpu_runtime.op import ELEMENT, Arg, Dims
+from metrale.ops.beam_layout import GROUP_COLUMNS
 
 READ_BYTES_PER_S: Final = 4.55e12
 """Read bandwidth that was measured on an H200. Fixed, so that ratios of different runs can be compared."""
@@ -26,6 +30,26 @@ WEIGHTS: Final = frozenset({"weight", "bias", "table", "position_table"})
 
 GATHERED: Final = {("embed", "table"), ("embed", "position_table"), ("row_gather", "src")}
 """Parameters of which only one row is read for each row of the output."""
+
+BY_RULE: Final = {
+    ("decode_attention", "ancestry"),
+    *(("beam_candidates", name) for name in ("bans", "bad_words", "history")),
+    *(("beam_select", name) for name in ("values", "ids", "bans", "running", "history", "ancestry", "logps")),
+    *(("beam_select", name) for name in ("pool", "state", "cells")),
+    *(("lora_down", name) for name in ("ranks", "a")),
+    *(("lora_up", name) for name in ("t", "ranks", "scales", "b", "out")),
+}
+"""Parameters of which a launch need not touch the whole: the ops' rules say how much, which may be nothing."""
+
+TABLES: Final[Mapping[str, tuple[str, ...]]] = {
+    "decode_attention": ("spans", "lengths", "ancestry", "ancestry_index", "beam_positions"),
+    "attention_weights": ("spans", "lengths"),
+    "packed_attention": ("offsets",),
+    "beam_select": ("counts",),
+    "lora_down": ("adapters", "ranks"),
+    "lora_up": ("adapters", "ranks"),
+}
+"""The parameters in device memory that say how much work a launch is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +80,12 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One launch: an op, its element type, and a value for each parameter.
-
-    ``lengths`` is what the op's table says of its rows (decode attention) or sequences (packed attention): how many
-    keys each of them has.
-    """
+    """One launch: an op, its element type, a value for each parameter, and what its `TABLES` hold."""
 
     op: Op
     dtype: str
     values: tuple[Any, ...]
-    lengths: tuple[int, ...] = ()
+    tables: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @property
     def spec(self) -> OpSpec:
@@ -90,9 +110,14 @@ class Call:
             return f"linear {dims['n']}x{dims['k']}{after}{' +=' if dims['residual'] else ''}"
         if name == "decode_attention":
             fused = dims["q_stride"] > dims["heads"] * dims["head_dim"]  # q lies between its keys and values
-            return f"decode_attention {'self' if fused else 'cross'}"
+            beams = ", beams" if self.value("ancestry") else ""
+            return f"decode_attention {'self' if fused else 'cross'}{beams}"
         if name == "kv_scatter":
             return f"kv_scatter {dims['width']}"
+        if name == "lora_down":
+            return f"lora_down {dims['segments']}x{dims['k']}"
+        if name == "lora_up":
+            return f"lora_up {dims['segments']}x{dims['width']}"
         return name
 
 
@@ -101,7 +126,7 @@ def cost(call: Call) -> Cost:
     dims = call.dims
     total = Cost()
     for arg, value in zip(call.spec.args, call.values, strict=True):
-        if arg.is_pointer and value and not arg.is_scratch:
+        if arg.is_pointer and value and not arg.is_scratch and (call.spec.name, arg.name) not in BY_RULE:
             total += _traffic(call, arg, dims)
     rule = RULES.get(call.spec.name)
     return total + rule(call, dims) if rule is not None else total
@@ -121,23 +146,91 @@ def _linear(call: Call, dims: Mapping[str, int]) -> Cost:
 
 
 def _decode_attention(call: Call, dims: Mapping[str, int]) -> Cost:
-    elements = 2 * sum(call.lengths) * dims["heads"] * dims["head_dim"]
-    return Cost(kv=elements * dtypes.itemsize(call.dtype), flop=2 * elements)
+    """Beams share keys and values: those of their source, and of the positions that they have in common."""
+    size = 2 * dims["heads"] * dims["head_dim"]  # keys and values of a position
+    total = int(call.tables["lengths"].sum())
+    kv = _cached_positions(call.tables) * size * dtypes.itemsize(call.dtype)
+    return Cost(activations=4 * total if "ancestry" in call.tables else 0, kv=kv, flop=2 * total * size)
+
+
+def _attention_weights(call: Call, dims: Mapping[str, int]) -> Cost:
+    size = dims["heads"] * dims["head_dim"]
+    total = int(call.tables["lengths"].sum())
+    return Cost(kv=_cached_positions(call.tables) * size * dtypes.itemsize(call.dtype), flop=2 * total * size)
+
+
+def _cached_positions(tables: Mapping[str, NDArray[Any]]) -> int:
+    """Return how many different positions of the KV cache the rows of an attention look at.
+
+    A position is told by the span that it is in, the beam that wrote it (0 without an ancestry), and its place.
+    """
+    lengths = tables["lengths"]
+    place = np.arange(lengths.max())
+    writers = np.zeros((lengths.size, place.size), dtype=np.int64)
+    if "ancestry" in tables:
+        index = tables["ancestry_index"]
+        beams = index >= 0
+        writers[beams] = tables["ancestry"][index[beams], : place.size]
+    _, span = np.unique(tables["spans"], return_inverse=True)
+    position = (span.reshape(-1, 1) * (writers.max() + 1) + writers) * place.size + place
+    return np.unique(position[place < lengths[:, None]]).size
 
 
 def _packed_attention(call: Call, dims: Mapping[str, int]) -> Cost:
-    return Cost(flop=4 * sum(length**2 for length in call.lengths) * dims["heads"] * dims["head_dim"])
+    pairs = int((np.diff(call.tables["offsets"]).astype(np.int64) ** 2).sum())
+    return Cost(flop=4 * pairs * dims["heads"] * dims["head_dim"])
 
 
 def _kv_scatter(call: Call, dims: Mapping[str, int]) -> Cost:
     return Cost(kv=dims["rows"] * dims["width"] * dtypes.itemsize(call.dtype))
 
 
+def _beam_select(call: Call, dims: Mapping[str, int]) -> Cost:
+    """A search reads the candidates that it keeps, and the tables of its beams follow their parents: three words an id.
+
+    Each beam has a score, which is read and written, and a cell; each search a state. The pool need not be touched.
+    """
+    count = dict(zip(GROUP_COLUMNS, call.tables["counts"].astype(np.int64).T, strict=True))
+    beams, rows = count["beams"], np.where(count["fresh"], 1, count["beams"])
+    candidates = 2 * rows * count["k"]
+    tables = 3 * beams * (2 * count["length"] + 1)
+    return Cost(activations=4 * int((candidates + tables + 3 * beams + 2).sum()))
+
+
+def _ranks(call: Call) -> tuple[int, int, int]:
+    """Return how many ranks the adapters of a launch's rows have, each adapter once; how many its rows have; and rows.
+
+    Only rows with an adapter are counted.
+    """
+    adapters = call.tables["adapters"]
+    adapters = adapters[adapters >= 0]
+    ranks = call.tables["ranks"].astype(np.int64).sum(axis=1)
+    return int(ranks[np.unique(adapters)].sum()), int(ranks[adapters].sum()), adapters.size
+
+
+def _lora_down(call: Call, dims: Mapping[str, int]) -> Cost:
+    held, by_row, _ = _ranks(call)
+    return Cost(weights=held * dims["k"] * dtypes.itemsize(call.dtype), flop=2 * by_row * dims["k"])
+
+
+def _lora_up(call: Call, dims: Mapping[str, int]) -> Cost:
+    """Rows without an adapter are touched only when there is an activation."""
+    held, by_row, adapted = _ranks(call)
+    itemsize, width = dtypes.itemsize(call.dtype), dims["width"]
+    rows = dims["rows"] if dims["activation"] else adapted
+    moved = 4 * by_row + 2 * rows * dims["segments"] * width * itemsize
+    return Cost(weights=held * width * itemsize, activations=moved, flop=2 * by_row * width)
+
+
 RULES: Final = {
     "linear": _linear,
     "decode_attention": _decode_attention,
+    "attention_weights": _attention_weights,
     "packed_attention": _packed_attention,
     "kv_scatter": _kv_scatter,
+    "beam_select": _beam_select,
+    "lora_down": _lora_down,
+    "lora_up": _lora_up,
 }
 
 

@@ -15,16 +15,14 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 
-from benchmarks.gpu_floors import Call, cost, floor_us, total
+from benchmarks.gpu_floors import TABLES, Call, cost, floor_us, total
 from benchmarks.gpu_timing import Clock, Reader
-from gpu_runtime import GpuBackend, LaunchRecord, Op, StreamLike
+from gpu_runtime import GpuBackend, LaunchRecord, Op, StreamLike, dtypes
 
 LEAST_CALLS = 8
 """Launches of a kind that are timed together at least; fewer are repeated."""
-
-TABLES = {"decode_attention": "lengths", "packed_attention": "offsets"}
-"""The table that says how many keys an op's rows or sequences have."""
 
 
 class Recorded:
@@ -65,25 +63,28 @@ def recording(gpu: GpuBackend) -> Iterator[Recorded]:
         yield found
     found.trace = list(trace)
     gpu.synchronize()
-    found.calls = with_lengths(gpu, found.calls)
+    found.calls = with_tables(gpu, found.calls)
 
 
-def with_lengths(gpu: GpuBackend, calls: Sequence[Call]) -> list[Call]:
-    """Return the calls with the lengths that their tables hold now. The work that uses them must be done."""
-    known: dict[tuple[int, int], np.ndarray[Any, np.dtype[np.int32]]] = {}
+def with_tables(gpu: GpuBackend, calls: Sequence[Call]) -> list[Call]:
+    """Return the calls with what their tables hold now. The work that uses them must be done."""
+    known: dict[tuple[int, tuple[int, ...]], NDArray[Any]] = {}
+
+    def read(address: int, dtype: str, sizes: tuple[int, ...]) -> NDArray[Any]:
+        table = known.get((address, sizes))
+        if table is None:
+            table = known[address, sizes] = np.empty(sizes, dtype=dtypes.NUMPY[dtype])
+            gpu.copy_d2h(address, table)
+        return table
+
     result = []
     for call in calls:
-        name = TABLES.get(call.spec.name)
-        if name is None:
-            result.append(call)
-            continue
-        address, count = int(call.value(name)), call.dims["rows" if name == "lengths" else "offset_count"]
-        table = known.get((address, count))
-        if table is None:
-            table = known[address, count] = np.empty(count, dtype=np.int32)
-            gpu.copy_d2h(address, table)
-        lengths = table if name == "lengths" else np.diff(table)
-        result.append(Call(call.op, call.dtype, call.values, tuple(lengths.tolist())))
+        tables = {
+            arg.name: read(int(value), arg.dtype, arg.sizes(call.dims))
+            for arg, value in zip(call.spec.args, call.values, strict=True)
+            if arg.name in TABLES.get(call.spec.name, ()) and value
+        }
+        result.append(Call(call.op, call.dtype, call.values, tables))
     return result
 
 
@@ -98,11 +99,12 @@ def passes(calls: Sequence[Call]) -> list[list[Call]]:
 
 
 def kinds(calls: Sequence[Call]) -> dict[tuple[str, int], list[Call]]:
-    """Return the launches by label and rows, in the order in which each kind first appears."""
+    """Return the launches by label and rows (or searches), in the order in which each kind first appears."""
     found: dict[tuple[str, int], list[Call]] = {}
     for call in calls:
         dims = call.dims
-        found.setdefault((call.label, dims.get("rows", dims.get("tokens", 0))), []).append(call)
+        rows = next((dims[name] for name in ("rows", "tokens", "groups") if name in dims), 0)
+        found.setdefault((call.label, rows), []).append(call)
     return found
 
 

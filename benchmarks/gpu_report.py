@@ -11,6 +11,8 @@ from typing import Any
 
 Report = Mapping[str, Any]
 
+PEERS = ("ctranslate2", "transformers")
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table, its columns aligned; all but the first are numbers."""
@@ -63,10 +65,7 @@ def steps_table(report: Report) -> str:
     """Milliseconds of a decode step, beside the peers' and the floor."""
     rows = []
     for shape, batch, case in cases(report):
-        peers = {
-            name: found(report, "peers", name, "shapes", shape, "cases", batch, "step_ms")
-            for name in ("ctranslate2", "transformers")
-        }
+        peers = {name: found(report, "peers", name, "shapes", shape, "cases", batch, "step_ms") for name in PEERS}
         ours = found(case, "wall", "step_ms")
         theirs = median(peers["ctranslate2"])
         rows.append(
@@ -91,10 +90,7 @@ def prefill_table(report: Report) -> str:
     """Milliseconds until the first token, beside the peers', and of the encoder alone."""
     rows = []
     for shape, batch, case in cases(report):
-        peers = {
-            name: found(report, "peers", name, "shapes", shape, "cases", batch, "one_token_ms")
-            for name in ("ctranslate2", "transformers")
-        }
+        peers = {name: found(report, "peers", name, "shapes", shape, "cases", batch, "one_token_ms") for name in PEERS}
         rows.append(
             [
                 f"{shape} batch {batch}",
@@ -113,6 +109,34 @@ def prefill_table(report: Report) -> str:
             rows.append([f"{shape} encoder, 64 x 64 tokens", "-", "-", graph, floor, "-", "-"])
     header = ["ms", "metrale, first token", "device alone", "encoder as one graph", "encoder floor"]
     return table([*header, "CTranslate2, first token", "transformers, first token"], rows)
+
+
+def beams_table(report: Report) -> str:
+    """Milliseconds of a step of beam search, beside the peers' and the floor; empty when nobody has measured any."""
+    rows = []
+    for shape, entry in report["shapes"].items():
+        theirs = {name: found(report, "peers", name, "shapes", shape, "beams") or {} for name in PEERS}
+        ours = found(entry, "beams") or {}
+        for batch in sorted({*ours, *(name for cases in theirs.values() for name in cases)}, key=int):
+            case = ours.get(batch, {})
+            steps = [found(theirs[name], batch, "step_ms") for name in PEERS]
+            step, first = found(case, "wall", "step_ms"), median(steps[0])
+            parts = [case[part] for part in ("decode", "select") if part in case]
+            rows.append(
+                [
+                    f"{shape} batch {batch}, {report['protocol']['beams']} beams",
+                    ranged(step),
+                    ranged(found(case, "device", "step_device_ms")),
+                    number(median(found(case, "device", "host_enqueue_ms"))),
+                    number(sum(part["graph_ms"] for part in parts) if parts else None),
+                    number(sum(part["floor_ms"] for part in parts) if parts else None),
+                    *map(ranged, steps),
+                    number(first / step["median"] if first and step else None),
+                    number(found(case, "wall", "tokens_per_s")),
+                ]
+            )
+    header = ["ms per step of beam search", "metrale", "device alone", "host enqueues", "as graphs", "floor"]
+    return table([*header, "CTranslate2", "transformers", "CTranslate2 / metrale", "tokens/s"], rows) if rows else ""
 
 
 def ops_table(part: Mapping[str, Any]) -> str:
@@ -147,16 +171,21 @@ def ops_tables(report: Report) -> str:
             if part in case:
                 parts.append(f"### {shape}, batch {batch}: {title}\n\n{ops_table(case[part])}")
     for shape, entry in report["shapes"].items():
+        for batch, case in (found(entry, "beams") or {}).items():
+            for part, title in (("decode", "decoder pass"), ("select", "selection")):
+                if part in case:
+                    where = f"{shape}, batch {batch}, {case['beams']} beams"
+                    parts.append(f"### {where}: {title}\n\n{ops_table(case[part])}")
         if "encoder_64x64" in entry:
             parts.append(f"### {shape}: encoder, 64 x 64 tokens\n\n{ops_table(entry['encoder_64x64'])}")
     return "\n\n".join(parts)
 
 
 def summary(report: Report) -> str:
-    """Both comparisons, and what went wrong."""
+    """All comparisons, and what went wrong."""
     problems = "".join(f"\n- {problem}" for problem in report["problems"])
-    parts = [steps_table(report), prefill_table(report), *([f"Problems:{problems}"] if problems else [])]
-    return "\n\n".join(parts)
+    parts = [steps_table(report), prefill_table(report), beams_table(report)]
+    return "\n\n".join(filter(None, [*parts, f"Problems:{problems}" if problems else ""]))
 
 
 def main() -> None:

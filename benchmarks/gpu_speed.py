@@ -5,9 +5,10 @@
 
 runs where a GPU is; the peers run if they are installed (`--peers none` leaves them out). Each shape is written as a
 checkpoint, loaded, checked, and timed: encoder and prefill, decode steps, how much of them is the host's, and every
-kind of launch against its floor. Then each peer loads the same checkpoint in a process of its own, compares its logits
-with ours, and is timed by the same protocol (`benchmarks.peers.protocol`). The JSON is written as the run goes on, so a
-run that is cut short keeps what it has. The exit status is 1 when anything went wrong; `problems` says what.
+kind of launch against its floor; then beam search in the same way (`--beams 0` leaves it out). Then each peer loads the
+same checkpoint in a process of its own, compares its logits with ours, and is timed by the same protocol
+(`benchmarks.peers.protocol`). The JSON is written as the run goes on, so a run that is cut short keeps what it has. The
+exit status is 1 when anything went wrong; `problems` says what.
 
 `--device host --only tiny --peers none` goes through all of it on a machine without a GPU; its times mean nothing.
 """
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import metrale
-from benchmarks import gpu_report
+from benchmarks import gpu_beams, gpu_report
 from benchmarks.gpu_check import check
 from benchmarks.gpu_decode import Batch, Busy, device_times, wall_times
 from benchmarks.gpu_floors import FLOP_PER_S, READ_BYTES_PER_S
@@ -35,7 +36,7 @@ from benchmarks.gpu_ops import breakdown, passes, recording
 from benchmarks.gpu_timing import Clock, Reader, ceilings, open_device
 from benchmarks.machine import describe
 from benchmarks.peers import runner
-from benchmarks.peers.protocol import CHECK_SOURCES, NEW_TOKENS, SOURCE_TOKENS
+from benchmarks.peers.protocol import CHECK_SOURCES, NEW_TOKENS, SOURCE_TOKENS, beam_batches
 from benchmarks.shapes import SHAPES, parameters, write_checkpoint
 from gpu_runtime import GpuBackend, dtypes
 from metrale.nllb.model import NllbModel
@@ -62,6 +63,7 @@ class Run:
                 "source_tokens": SOURCE_TOKENS,
                 "new_tokens": NEW_TOKENS,
                 "step": "(total of 64 tokens - total of 1) / 63",
+                "beams": options.beams,
                 "dtype": options.dtype,
                 "weights": "random",
             },
@@ -177,9 +179,38 @@ def measure_shape(run: Run, name: str, folder: Path, gpu: GpuBackend, clock: Clo
                 entry["encoder_64x64"] = breakdown(clock, reader, passes(prefill.calls)[0], options.op_repeats)
         if gpu.kind() == "cuda":
             entry["nvidia_smi_after"] = read_smi()
-        damaged = [str(block) for block in gpu.scan_redzones()]
-        if damaged:
-            run.problem(f"{name}: bytes were written beside {damaged}")
+        report_damage(run, name, gpu)
+
+
+def measure_beams(run: Run, name: str, folder: Path, gpu: GpuBackend, clock: Clock, reader: Reader) -> None:
+    """Load one checkpoint again, with a lane for each beam, and time beam search."""
+    options, entry = run.options, run.report["shapes"][name]
+    batches = beam_batches(name, options.beams)
+    if not batches or not entry["check"]["passed"]:
+        return
+    limits = {
+        "max_batch": options.beams * max(batches),
+        "max_source_len": SOURCE_TOKENS,
+        "max_new_tokens": NEW_TOKENS + 2,
+    }
+    with metrale.load(folder, gpu, options.dtype, **limits) as model:
+        busy = Busy(clock, reader)
+        for size in batches:
+            case, problems = gpu_beams.measure(model, size, options.beams, options.dtype, clock, reader, busy, options)
+            entry.setdefault("beams", {})[str(size)] = case
+            for problem in problems:
+                run.problem(f"{name}: {problem}")
+            step, device = case["wall"]["step_ms"]["median"], case["device"]["step_device_ms"]["median"]
+            run.say(f"{name} batch {size}, {options.beams} beams: step {step:.3f} ms, device alone {device:.3f} ms")
+            run.save()
+        report_damage(run, name, gpu)
+
+
+def report_damage(run: Run, name: str, gpu: GpuBackend) -> None:
+    """Say which blocks have a byte written beside them."""
+    damaged = [str(block) for block in gpu.scan_redzones()]
+    if damaged:
+        run.problem(f"{name}: bytes were written beside {damaged}")
 
 
 def measure_ours(run: Run, folders: dict[str, Path]) -> None:
@@ -204,6 +235,7 @@ def measure_ours(run: Run, folders: dict[str, Path]) -> None:
                 run.say(f"{name}: wrote {size / 1e9:.2f} GB in {seconds} s")
                 try:
                     measure_shape(run, name, folder, gpu, clock, reader)
+                    measure_beams(run, name, folder, gpu, clock, reader)
                 except Exception as error:
                     traceback.print_exc()
                     run.problem(f"{name}: {type(error).__name__}: {error}"[:2000])
@@ -222,7 +254,7 @@ def measure_peers(run: Run, folders: dict[str, Path]) -> None:
             *(f"{shape}={folder}" for shape, folder in folders.items()),
             *("--device", "cpu" if options.device == "host" else "cuda"),
             *("--dtype", options.dtype, "--batches", ",".join(map(str, options.batches)), "--check"),
-            *("--repeats", str(min(PEER_REPEATS[name], options.repeats))),
+            *("--beams", str(options.beams), "--repeats", str(min(PEER_REPEATS[name], options.repeats))),
         ]
         seconds = min(PEER_SECONDS[name], options.seconds - run.seconds)
         run.say(f"{name}: at most {seconds:.0f} s")
@@ -255,6 +287,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float16", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("--only", "--shape", default="600M,3.3B", help=f"shapes, of {', '.join(SHAPES)}")
     parser.add_argument("--batches", default="1,8,64", help="batch sizes")
+    parser.add_argument("--beams", type=int, default=4, help="width of the beam searches; 0: none")
     parser.add_argument("--peers", default="ct2,hf", help="of ct2 and hf, or none")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each kind")
     parser.add_argument("--op-repeats", type=int, default=15, help="replays of each kind of launch")
@@ -265,6 +298,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder for checkpoints")
     options = parser.parse_args(words)
     options.only = options.only.split(",")
+    if options.beams not in (0, *range(2, 65)):
+        parser.error(f"--beams: expected 2 to 64, or 0, got {options.beams}")
     unknown = sorted(set(options.only) - set(SHAPES))
     if unknown:
         parser.error(f"--only: expected shapes of {', '.join(SHAPES)}, got {', '.join(unknown)}")

@@ -13,10 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ENGINE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
-README_SNIPPETS, ENGINE_SNIPPETS = (
-    re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE) for page in (README, ENGINE)
+ADAPTERS = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+BEAMS = (ROOT / "docs" / "beam_search.md").read_text(encoding="utf-8")
+README_SNIPPETS, ENGINE_SNIPPETS, ADAPTER_SNIPPETS, BEAM_SNIPPETS = (
+    re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE) for page in (README, ENGINE, ADAPTERS, BEAMS)
 )
-SNIPPETS = [*README_SNIPPETS, *ENGINE_SNIPPETS]
+SNIPPETS = [*README_SNIPPETS, *ENGINE_SNIPPETS, *ADAPTER_SNIPPETS, *BEAM_SNIPPETS]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -32,8 +34,10 @@ def test_snippet_runs(index: int, tmp_path: Path) -> None:
 
 
 def test_there_are_snippets_for_every_level() -> None:
-    assert len(README_SNIPPETS) == 5
-    assert len(ENGINE_SNIPPETS) == 2
+    assert len(README_SNIPPETS) == 6
+    assert len(ENGINE_SNIPPETS) == 3
+    assert len(ADAPTER_SNIPPETS) == 2
+    assert len(BEAM_SNIPPETS) == 2
 
 
 def test_the_first_shell_block_is_two_commands() -> None:

@@ -15,7 +15,7 @@ import pytest
 import metrale
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
-from metrale import InvalidInput, NotSupported, Translation, Translator, UnknownLanguage, demo_model_path
+from metrale import InvalidInput, Translation, Translator, UnknownLanguage, demo_model_path
 from metrale.engine import EngineClosed
 from metrale.nllb.model import NllbModel
 from tests.backends import Device
@@ -281,8 +281,7 @@ def test_what_is_no_sequence_of_texts_is_refused(translator: Translator, texts: 
         ({"progress": 3}, InvalidInput, "progress: expected a callable"),
         ({"source": 5}, InvalidInput, "source: expected a language code"),
         ({"target": [[], []]}, UnknownLanguage, "target"),
-        ({"num_beams": 0}, InvalidInput, "num_beams: expected an int of at least 1, got 0"),
-        ({"num_beams": 4}, NotSupported, "num_beams=4"),
+        ({"num_beams": 0}, InvalidInput, "num_beams: expected an int of 1 to 64, got 0"),
         ({"sampling": 1.0}, InvalidInput, "sampling: expected a SamplingParams"),
         ({"timeout": 0}, InvalidInput, "timeout: expected a finite number of seconds"),
     ],
@@ -393,4 +392,14 @@ def test_to_dict_is_json(translator: Translator) -> None:
         "source_lang": "eng_Latn",
         "target_lang": "fra_Latn",
         "error": None,
+        "adapter": None,
+        "token_logprobs": None,
+        "hypotheses": [
+            {
+                "text": result.text,
+                "token_ids": [*result.token_ids, 2],
+                "score": None,
+                "token_logprobs": None,
+            }
+        ],
     }

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpu_runtime.backend import GpuBackend
-from metrale import InvalidInput, NotSupported, Translator, UnknownLanguage, demo_model_path
+from metrale import InvalidInput, Translator, UnknownLanguage, demo_model_path
 from metrale.model import SamplingParams
 from tests.backends import Device
 
@@ -181,7 +181,7 @@ def test_a_text_that_is_refused_is_so_in_its_place(translator: Translator, wrong
         ({"target": ["fra_Latn", "deu_Latn"]}, InvalidInput, "target: expected one code, got 2 codes"),
         ({"window": 0}, InvalidInput, "window"),
         ({"first_index": -1}, InvalidInput, "first_index"),
-        ({"num_beams": 2}, NotSupported, "num_beams=2"),
+        ({"num_beams": 5}, InvalidInput, "num_beams: expected at most 4, a lane for each, got 5"),
         ({"max_new_tokens": 65}, InvalidInput, "max_new_tokens"),
         ({"timeout": -1}, InvalidInput, "timeout"),
         ({"sampling": None}, InvalidInput, "sampling"),
@@ -257,7 +257,7 @@ def test_each_text_draws_by_itself(translator: Translator, hot: SamplingParams) 
 
 def test_choices_reach_the_engine(translator: Translator) -> None:
     (plain,) = translator.translate([TEXTS[0]])
-    banned = translator.translate(TEXTS[0], sampling=SamplingParams(banned_ids=plain.token_ids[:1]))
+    banned = translator.translate(TEXTS[0], sampling=SamplingParams(suppress_tokens=plain.token_ids[:1]))
     assert plain.token_ids[0] not in banned.token_ids
     longer = translator.translate(TEXTS[0], sampling=SamplingParams(min_new_tokens=len(plain.token_ids) + 10))
     assert len(longer.token_ids) >= len(plain.token_ids) + 8  # language and EOS count as well

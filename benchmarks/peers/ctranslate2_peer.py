@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""CTranslate2: ``Translator.translate_batch``, greedy. The checkpoint is converted first, beside its own folder."""
+"""CTranslate2: ``Translator.translate_batch``. The checkpoint is converted first, beside its own folder."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import shutil
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from benchmarks.peers.ctranslate2_model import convert, token
 from benchmarks.peers.protocol import (
+    BEAM_REPEATS,
     CHECK_SOURCES,
     FIRST_WORD,
+    SCORE_TOLERANCE,
     SOURCE_TOKENS,
     arguments,
+    beam_batches,
     forced_ids,
     log_probabilities,
     measure,
@@ -24,10 +27,6 @@ from benchmarks.peers.protocol import (
     reporting_errors,
     sources,
 )
-
-SCORE_TOLERANCE: Final = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 3e-1}
-"""How far a token's log-probability may be from ours. With these weights the logits of a row have a deviation of 0.6 to
-0.9, so that is how far another row, or another token, is off; float16 can tell numbers near -12 apart by 0.008."""
 
 
 class Peer:
@@ -43,11 +42,11 @@ class Peer:
         """Return sources as the tokens that CTranslate2 takes."""
         return [[token(index) for index in ids] for ids in sources(count, SOURCE_TOKENS, self.vocab)]
 
-    def generate(self, batch: list[list[str]], new_tokens: int) -> None:
+    def generate(self, batch: list[list[str]], new_tokens: int, beams: int = 1) -> None:
         """Translate, to exactly ``new_tokens`` tokens each."""
         found = self.translator.translate_batch(
             batch,
-            beam_size=1,
+            beam_size=beams,
             min_decoding_length=new_tokens,
             max_decoding_length=new_tokens,
             max_batch_size=0,
@@ -99,6 +98,11 @@ def serve(name: str, folder: Path, options: Any) -> None:
         with reporting_errors(shape=name, batch=batch):
             result = measure(partial(peer.generate, peer.sources(batch)), batch, options.repeats)
             report(shape=name, batch=batch, result=result)
+    for batch in beam_batches(name, options.beams):
+        with reporting_errors(shape=name, beams=options.beams, batch=batch):
+            call = partial(peer.generate, peer.sources(batch), beams=options.beams)
+            result = measure(call, batch, min(options.repeats, BEAM_REPEATS))
+            report(shape=name, beams=options.beams, batch=batch, result=result)
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """What is measured, the same for every system; and how a peer's process reports it.
 
-32 source tokens, the last of them EOS, and exactly 64 output tokens, greedy. A call takes token ids or strings from the
-host and gives the host its result; it is timed by the wall clock. A step is (total of 64 - total of 1) / 63, which
-leaves encoder, prefill and the call itself out.
+32 source tokens, the last of them EOS, and exactly 64 output tokens, greedy or by beam search. A call takes token ids
+or strings from the host and gives the host its result; it is timed by the wall clock. A step is (total of 64 - total of
+1) / 63, which leaves encoder, prefill and the call itself out.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ NEW_TOKENS: Final = 64
 EOS: Final = 2
 FIRST_WORD: Final = 4
 """The first id that is not special."""
+
+BEAM_BATCHES: Final = {"tiny": (1, 3), "600M": (1, 64), "3.3B": (64,)}
+"""The batches for which beam search is measured, by shape; for others it is not."""
+
+BEAM_REPEATS: Final = 2
+"""Timed calls of 64 tokens at most: they take several times as long as greedy ones, and differ less."""
 
 Array = NDArray[Any]
 
@@ -59,6 +65,11 @@ def timings(batch: int, ones: list[float], totals: list[float]) -> dict[str, Any
     }
 
 
+def beam_batches(shape: str, beams: int) -> tuple[int, ...]:
+    """Return the batches for which a search with ``beams`` beams is measured; none for 0 beams."""
+    return BEAM_BATCHES.get(shape, ()) if beams else ()
+
+
 def measure(call: Callable[[int], object], batch: int, repeats: int) -> dict[str, Any]:
     """Time ``call(new_tokens)``, which waits for its result, after two whole calls to warm up."""
 
@@ -84,6 +95,12 @@ CHECK_STEPS: Final = 3
 TOLERANCE: Final = {"float32": 1e-4, "float16": 5e-2, "bfloat16": 2e-1}
 """How far two systems' logits may differ, by the type they compute in, relative to the largest of a row. Rounding gives
 a tenth of that or less; a wrong weight, position or mask gives about 1, and a row of zeros exactly that."""
+
+
+SCORE_TOLERANCE: Final = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 3e-1}
+"""How far a token's log-probability may be from another system's, or from that of another way through this one. With
+these weights the logits of a row have a deviation of 0.6 to 0.9, so that is how far another row, or another token, is
+off; float16 can tell numbers near -12 apart by 0.008."""
 
 
 def forced_ids(vocab: int) -> list[list[int]]:
@@ -117,6 +134,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="float16", choices=tuple(TOLERANCE))
     parser.add_argument("--batches", default="1,8,64", help="batch sizes")
+    parser.add_argument("--beams", type=int, default=0, help="also measure beam search with so many beams")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--check", action="store_true", help="compare with the logits.npz in each folder")
     options = parser.parse_args()

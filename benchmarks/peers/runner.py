@@ -107,14 +107,16 @@ def gathered(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     -------
     dict
         ``versions``; ``shapes``: for each shape what was said of it, and in ``cases`` the result of each batch size (as
-        a string); ``errors``: every error, with what it happened to.
+        a string), in ``beams``, if there are any, those of beam search; ``errors``: every error, with what it happened
+        to.
     """
     result: dict[str, Any] = {"versions": {}, "shapes": {}, "errors": []}
     for line in lines:
         fields = dict(line)
-        shape, batch = fields.pop("shape", None), fields.pop("batch", None)
+        shape, batch, beams = (fields.pop(name, None) for name in ("shape", "batch", "beams"))
         if "error" in fields:
-            place = ", ".join([*([str(shape)] if shape else []), *([f"batch {batch}"] if batch else [])])
+            words = (str(shape), f"{beams} beams", f"batch {batch}")
+            place = ", ".join(text for text, given in zip(words, (shape, beams, batch), strict=True) if given)
             result["errors"].append(f"{place}: {fields['error']}" if place else fields["error"])
         elif shape is None:
             result["versions"] |= fields.get("versions", {})
@@ -123,7 +125,7 @@ def gathered(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if batch is None:
                 entry |= fields
             else:
-                entry["cases"][str(batch)] = fields["result"]
+                entry.setdefault("beams" if beams else "cases", {})[str(batch)] = fields["result"]
     return result
 
 

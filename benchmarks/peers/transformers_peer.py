@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.protocol import (
+    BEAM_REPEATS,
     CHECK_SOURCES,
     FIRST_WORD,
     SOURCE_TOKENS,
     TOLERANCE,
     arguments,
+    beam_batches,
     difference,
     forced_ids,
     measure,
@@ -48,7 +50,7 @@ class Peer:
         if self.device == "cuda":
             self.torch.cuda.synchronize()
 
-    def generate(self, batch: int, new_tokens: int) -> None:
+    def generate(self, batch: int, new_tokens: int, beams: int = 1) -> None:
         """Translate, to exactly ``new_tokens`` tokens each."""
         torch = self.torch
         ids = torch.tensor(sources(batch, SOURCE_TOKENS, self.vocab), device=self.device)
@@ -56,7 +58,7 @@ class Peer:
             found = self.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                num_beams=1,
+                num_beams=beams,
                 do_sample=False,
                 min_new_tokens=new_tokens,
                 max_new_tokens=new_tokens,
@@ -103,6 +105,11 @@ def serve(name: str, folder: Path, options: Any) -> None:
         with reporting_errors(shape=name, batch=batch):
             result = measure(partial(peer.generate, batch), batch, options.repeats)
             report(shape=name, batch=batch, result=result)
+    for batch in beam_batches(name, options.beams):
+        with reporting_errors(shape=name, beams=options.beams, batch=batch):
+            call = partial(peer.generate, batch, beams=options.beams)
+            result = measure(call, batch, min(options.repeats, BEAM_REPEATS))
+            report(shape=name, beams=options.beams, batch=batch, result=result)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_evidence
+from benchmarks.machine import ROOT
 
 
 def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
@@ -48,3 +49,30 @@ def test_the_advice_leaves_out_all_that_needs_compute_sanitizer(
     err = capsys.readouterr().err
     assert "no GPU can be used" in err
     assert "compute-sanitizer" not in err
+
+
+def test_every_file_of_tests_is_in_one_part() -> None:
+    steps = gpu_evidence.tests("tests", "--gpu-arch", "compute_80")
+    assert [step.name for step in steps] == [f"tests: {part}" for part in gpu_evidence.PARTS]
+    taken: list[Path] = []
+    for step in steps:
+        words = step.command[len(gpu_evidence.PYTEST) + 2 :]
+        assert step.command[len(gpu_evidence.PYTEST) :][:2] == ("--gpu-arch", "compute_80")
+        given = [ROOT / word for word in words if not word.startswith("--")]
+        without = [ROOT / word.removeprefix("--ignore=") for word in words if word.startswith("--")]
+        assert all(path.exists() for path in [*given, *without])
+        taken += [
+            file
+            for file in (ROOT / "tests").rglob("test_*.py")
+            if any(file.is_relative_to(path) for path in given)
+            and not any(file.is_relative_to(path) for path in without)
+        ]
+    everything = sorted((ROOT / "tests").rglob("test_*.py"))
+    apart = [ROOT / gpu_evidence.LAUNCH_COST, ROOT / gpu_evidence.LIVE]
+    assert sorted([*taken, *apart]) == everything
+
+
+def test_no_test_of_an_op_is_left_out_by_racecheck() -> None:
+    """But those of the product, whose kernels are not ours."""
+    former, beams = (words for _, words in (gpu_evidence.FORMER, gpu_evidence.BEAMS))
+    assert former == "not linear and not " + " and not ".join(beams.split(" or "))

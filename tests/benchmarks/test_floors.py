@@ -8,11 +8,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import metrale
 from benchmarks.gpu_decode import Batch
-from benchmarks.gpu_floors import FLOP_PER_S, READ_BYTES_PER_S, Call, Cost, cost, floor_us, total
+from benchmarks.gpu_floors import (
+    BY_RULE,
+    FLOP_PER_S,
+    READ_BYTES_PER_S,
+    RULES,
+    TABLES,
+    Call,
+    Cost,
+    cost,
+    floor_us,
+    total,
+)
 from benchmarks.gpu_ops import kinds, passes, recording
 from benchmarks.peers.protocol import SOURCE_TOKENS
 from benchmarks.shapes import SHAPES, tensors, write_checkpoint
@@ -25,15 +37,34 @@ OPS = {op.spec.name: op for op in REGISTRY}
 TINY = SHAPES["tiny"]
 
 
-def call(name: str, lengths: tuple[int, ...] = (), /, **values: Any) -> Call:
+def call(name: str, tables: dict[str, Any] | None = None, /, **values: Any) -> Call:
     """A launch with the values given, every other pointer at some address and every other number 0."""
     op = OPS[name]
-    assert set(values) <= {arg.name for arg in op.spec.args}
-    return Call(op, "f16", tuple(values.get(arg.name, int(arg.is_pointer)) for arg in op.spec.args), lengths)
+    assert set(values) | set(tables or {}) <= {arg.name for arg in op.spec.args}
+    given = tuple(values.get(arg.name, int(arg.is_pointer)) for arg in op.spec.args)
+    return Call(op, "f16", given, {key: np.array(table) for key, table in (tables or {}).items()})
 
 
 LINEAR: dict[str, Any] = {"rows": 3, "n": 8, "k": 16, "workspace": 0}
-ATTENTION: dict[str, Any] = {"rows": 2, "heads": 4, "head_dim": 8}
+NO_BEAMS = dict.fromkeys(("ancestry", "ancestry_index", "beam_positions"), 0)
+ATTENTION: dict[str, Any] = {"rows": 2, "heads": 4, "head_dim": 8, **NO_BEAMS}
+BEAMS: dict[str, Any] = {**ATTENTION, **dict.fromkeys(NO_BEAMS, 64), "ancestry_rows": 3, "ancestry_capacity": 9}
+APART: dict[str, Any] = {"spans": [100, 300], "lengths": [5, 7]}
+SHARED: dict[str, Any] = {
+    # two beams of a search, the third and the first row of the ancestries: they have three positions in common
+    "spans": [100, 100],
+    "lengths": [5, 5],
+    "ancestry_index": [2, 0],
+    "ancestry": [[0, 0, 0, 1, 1, 9, 9, 9, 9], [7] * 9, [0, 0, 0, 0, 0, 9, 9, 9, 9]],
+    "beam_positions": [8, 8],
+}
+SEARCHES: dict[str, Any] = {
+    # row, member, beams, k, fresh, length, mode, eos
+    "counts": [[0, 0, 4, 8, 0, 10, 0, 0], [4, 4, 2, 6, 1, 1, 0, 4]]
+}
+SELECT: dict[str, Any] = {"groups": 2, "candidate_rows": 5, "most": 256, "member_count": 6, "slot_count": 64}
+ADAPTED: dict[str, Any] = {"adapters": [1, -1, 1, 0], "ranks": [[4, 0], [2, 3], [9, 9]]}
+LORA: dict[str, Any] = {"rows": 4, "segments": 2, "room": 16, "adapter_count": 3}
 
 
 @pytest.mark.parametrize(
@@ -60,13 +91,56 @@ ATTENTION: dict[str, Any] = {"rows": 2, "heads": 4, "head_dim": 8}
             Cost(3 * 16 * 2 + 3 * 16 * 4, 3 * 16 * 2 + 3 * 3 * 4 + 5 * 4),
         ),
         (
-            call(
-                "decode_attention", (5, 7), **ATTENTION
-            ),  # spans and lengths, q and out; keys and values; two products
+            # spans and lengths, q and out; keys and values; two products
+            call("decode_attention", APART, **ATTENTION),
             Cost(0, 2 * 8 + 2 * 4 + 2 * 2 * 2 * 32, 2 * 2 * 12 * 32, 4 * 12 * 32),
         ),
         (
-            call("packed_attention", (2, 3), tokens=5, offset_count=3, heads=4, head_dim=8),
+            # one source for both: its keys and values come once
+            call("decode_attention", {"spans": [100, 100], "lengths": [6, 6]}, **ATTENTION),
+            Cost(0, 2 * 8 + 2 * 4 + 2 * 2 * 2 * 32, 2 * 2 * 6 * 32, 4 * 12 * 32),
+        ),
+        (
+            # seven positions, three of them shared; two indices and storages, and ten ancestors
+            call("decode_attention", SHARED, **BEAMS),
+            Cost(0, 2 * 8 + 2 * 4 + 2 * 2 * 2 * 32 + 2 * 2 * 4 + 10 * 4, 2 * 2 * 7 * 32, 4 * 10 * 32),
+        ),
+        (
+            # keys alone, and float32 out
+            call("attention_weights", APART, rows=2, heads=4, head_dim=8, longest=9),
+            Cost(0, 2 * 8 + 2 * 4 + 2 * 2 * 32 + 4 * 2 * 4 * 9, 2 * 12 * 32, 2 * 12 * 32),
+        ),
+        (
+            # logits; seven counts and a penalty; values and ids of all places, and flags
+            call("beam_candidates", rows=3, vocab=100, most=9, slot_count=64, words=4, word_room=99, capacity=50),
+            Cost(0, 3 * 100 * 2 + 3 * (7 + 1) * 4 + 2 * 3 * 9 * 4 + 3 * 4),
+        ),
+        (
+            # flags, counts, settings, members and results; candidates of four rows and of one; the beams' tables, read
+            # and written, with one word more; scores twice and cells; states twice
+            call("beam_select", SEARCHES, **SELECT),
+            Cost(
+                0,
+                4 * (5 + 2 * 8 + 2 * 2 + 6 + 2)
+                + 4 * (2 * (4 * 8 + 1 * 6) + 3 * (4 * (10 + 11) + 2 * (1 + 2)) + 3 * (4 + 2) + 2 * 2),
+            ),
+        ),
+        (
+            # x, adapters and t; A of the two adapters that are asked for, once each; three rows have one
+            call("lora_down", ADAPTED, **LORA, k=10),
+            Cost(2 * (4 + 5) * 10, 2 * 4 * 10 + 4 * 4 + 4 * 4 * 32, 0, 2 * (5 + 5 + 4) * 10),
+        ),
+        (
+            # adapters; t where there are ranks; out of three rows, read and written
+            call("lora_up", ADAPTED, **LORA, width=10),
+            Cost(2 * (4 + 5) * 10, 4 * 4 + 4 * (5 + 5 + 4) + 2 * 2 * 3 * 20, 0, 2 * (5 + 5 + 4) * 10),
+        ),
+        (
+            call("lora_up", ADAPTED, **LORA, width=10, activation=1),  # out of all rows
+            Cost(2 * (4 + 5) * 10, 4 * 4 + 4 * (5 + 5 + 4) + 2 * 2 * 4 * 20, 0, 2 * (5 + 5 + 4) * 10),
+        ),
+        (
+            call("packed_attention", {"offsets": [0, 2, 5]}, tokens=5, offset_count=3, heads=4, head_dim=8),
             Cost(0, 3 * 4 + 4 * 2 * 5 * 32, 0, 4 * (4 + 9) * 32),
         ),
         (call("kv_scatter", rows=3, width=16), Cost(0, 3 * 8 + 3 * 4 + 3 * 16 * 2, 3 * 16 * 2)),
@@ -76,6 +150,13 @@ ATTENTION: dict[str, Any] = {"rows": 2, "heads": 4, "head_dim": 8}
 )
 def test_cost_of_a_launch(one: Call, expected: Cost) -> None:
     assert cost(one) == expected
+
+
+def test_what_a_rule_counts_and_what_a_table_says_are_parameters() -> None:
+    assert all(arg in {one.name for one in OPS[op].spec.args} for op, arg in BY_RULE)
+    for op, names in TABLES.items():
+        assert set(names) <= {one.name for one in OPS[op].spec.args if one.is_pointer}
+    assert set(RULES) <= set(OPS)
 
 
 def test_the_floor_is_the_longer_of_moving_and_computing() -> None:
@@ -92,6 +173,9 @@ def test_the_floor_is_the_longer_of_moving_and_computing() -> None:
         (call("linear", **LINEAR, residual=1), "linear 8x16 +="),
         (call("decode_attention", **ATTENTION, q_stride=96), "decode_attention self"),
         (call("decode_attention", **ATTENTION, q_stride=32), "decode_attention cross"),
+        (call("decode_attention", **BEAMS, q_stride=96), "decode_attention self, beams"),
+        (call("lora_down", **LORA, k=10), "lora_down 2x10"),
+        (call("lora_up", **LORA, width=10), "lora_up 2x10"),
         (call("kv_scatter", rows=3, width=16), "kv_scatter 16"),
         (call("layer_norm", rows=3, width=16), "layer_norm"),
     ],
@@ -142,7 +226,8 @@ def test_a_prefill_is_an_encoder_pass_and_a_decoder_pass(model: NllbModel) -> No
     tokens = 2 * SOURCE_TOKENS
     assert {one.dims.get("rows", one.dims.get("tokens")) for one in encoder} == {tokens}
     attention = [one for one in encoder if one.spec.name == "packed_attention"]
-    assert [one.lengths for one in attention] == [(SOURCE_TOKENS,) * 2] * TINY.layers
+    offsets = [0, SOURCE_TOKENS, 2 * SOURCE_TOKENS]
+    assert [one.tables["offsets"].tolist() for one in attention] == [offsets] * TINY.layers
     matrices = weights("model.encoder", "encoder_attn.k_proj", "encoder_attn.v_proj")
     assert total(encoder).weights == matrices + tokens * TINY.d_model * (2 + 4)
     assert {one.dims["rows"] for one in decoder if one.spec.name in ("embed", "layer_norm")} == {4}

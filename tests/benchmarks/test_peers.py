@@ -83,15 +83,24 @@ def test_gathered() -> None:
             {"shape": "tiny", "load_s": 2.0},
             {"shape": "tiny", "check": {"passed": True}},
             {"shape": "tiny", "batch": 8, "result": {"x": 1}},
+            {"shape": "tiny", "beams": 4, "batch": 8, "result": {"x": 2}},
             {"shape": "tiny", "batch": 64, "error": "OutOfMemory: no"},
+            {"shape": "tiny", "beams": 4, "batch": 64, "error": "OutOfMemory: no"},
             {"shape": "big", "error": "ValueError: bad"},
             {"error": "ImportError: none"},
         ]
     )
     assert found == {
         "versions": {"a": "1"},
-        "shapes": {"tiny": {"cases": {"8": {"x": 1}}, "load_s": 2.0, "check": {"passed": True}}},
-        "errors": ["tiny, batch 64: OutOfMemory: no", "big: ValueError: bad", "ImportError: none"],
+        "shapes": {
+            "tiny": {"cases": {"8": {"x": 1}}, "beams": {"8": {"x": 2}}, "load_s": 2.0, "check": {"passed": True}}
+        },
+        "errors": [
+            "tiny, batch 64: OutOfMemory: no",
+            "tiny, 4 beams, batch 64: OutOfMemory: no",
+            "big: ValueError: bad",
+            "ImportError: none",
+        ],
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import gpu_check, gpu_report, gpu_speed
+from benchmarks import gpu_beams, gpu_check, gpu_report, gpu_speed
 from benchmarks.peers import runner
 
 SPREAD = {"median", "min", "max", "n"}
@@ -35,7 +35,9 @@ def peer_report(name: str, arguments: list[str], seconds: float) -> dict[str, An
     assert 0 < seconds <= gpu_speed.PEER_SECONDS[name]
     step = {"median": 12.0, "min": 11.0, "max": 13.0, "n": 2}
     case = {"step_ms": step, "one_token_ms": step, "total_ms": step, "tokens_per_s": 1.0}
-    shapes = {"tiny": {"cases": {"1": case}, "check": {"passed": name == "transformers"}}}
+    assert arguments[arguments.index("--beams") + 1] == "4"
+    beams = {"beams": {"3": case}} if name == "ctranslate2" else {}
+    shapes = {"tiny": {"cases": {"1": case}, **beams, "check": {"passed": name == "transformers"}}}
     return {
         "versions": {},
         "shapes": shapes,
@@ -77,6 +79,29 @@ def test_the_report_has_all_its_parts(finished: tuple[int, dict[str, Any]]) -> N
         assert case["launches_per_step"]["kernel"] + case["launches_per_step"]["gemm"] == case["decode"]["launches"]
 
 
+def test_beam_search_is_measured_as_well(finished: tuple[int, dict[str, Any]]) -> None:
+    _, report = finished
+    beams = report["shapes"]["tiny"]["beams"]
+    assert set(beams) == {"1", "3"}
+    for size, case in beams.items():
+        assert case["check"]["passed"]
+        assert case["check"]["largest_log_probability_difference"] > 0, "two ways of summing, and not one and the same"
+        assert case["wall"]["same_tokens_each_time"]
+        assert case["wall"]["different_tokens"] > 10
+        for found in (case["wall"]["step_ms"], *case["device"].values()):
+            assert set(found) == SPREAD
+        ops = {row["op"]: row for part in ("decode", "select") for row in case[part]["ops"]}
+        assert ops["decode_attention self, beams"]["rows"] == ops["beam_candidates"]["rows"] == 4 * int(size)
+        assert ops["decode_attention self, beams"]["calls"] == ops["decode_attention cross"]["calls"] == 2
+        # Beams share their source's keys and values, and in the middle of a search most of their own.
+        assert ops["decode_attention cross"]["kv_bytes"] == 2 * 32 * 64 * 4 * int(size)
+        shared = ops["decode_attention self, beams"]["kv_bytes"] / (2 * 34 * 64 * 4 * int(size))
+        assert 1 < shared < 4
+        assert ops["beam_select"]["rows"] == int(size)
+        assert case["select"]["launches"] == 2
+        assert case["launches_per_step"]["select"]["copy"] == 2, "a table goes, and flags come"
+
+
 def test_what_went_wrong_is_said_and_shows_in_the_status(finished: tuple[int, dict[str, Any]]) -> None:
     status, report = finished
     assert status == 1
@@ -94,13 +119,19 @@ def test_the_tables_show_every_case_and_the_peers(finished: tuple[int, dict[str,
     assert second.count(" - |") == 3, "neither peer has this case, and so there is no ratio"
     assert "ctranslate2: batch 3: gone" in gpu_report.summary(report)
     tables = gpu_report.ops_tables(report)
-    assert tables.count("### ") == 4
+    assert tables.count("### ") == 4 + 4
     assert "decode_attention cross" in tables
+    assert "tiny, batch 3, 4 beams: selection" in tables
+    first, second = gpu_report.beams_table(report).splitlines()[2:]
+    assert first.startswith("| tiny batch 1, 4 beams")
+    assert first.count(" - |") == 3
+    assert "12 [11..13]" in second
 
 
 def test_a_report_that_was_cut_short_still_has_tables(finished: tuple[int, dict[str, Any]]) -> None:
     _, report = finished
     cut = {**report, "shapes": {"tiny": {"cases": {}}, "600M": {"cases": {}}}, "peers": {}, "problems": []}
+    assert gpu_report.beams_table(cut) == ""
     assert gpu_report.summary(cut).count("\n") >= 4
     only_peers = {**report, "shapes": {"tiny": {"cases": {}}}}
     assert "12 [11..13]" in gpu_report.steps_table(only_peers)
@@ -122,6 +153,28 @@ def test_wrong_logits_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list(tmp_path.glob("*/tiny")), "checkpoints are removed"
 
 
+def test_a_search_with_other_log_probabilities_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = gpu_beams.generate
+
+    def wrong(*arguments: Any) -> Any:
+        ms, best = original(*arguments)
+        best[0].logprobs[1] += 0.01
+        return ms, best
+
+    monkeypatch.setattr(gpu_beams, "generate", wrong)
+    status, report = run(tmp_path, "--peers", "none", "--no-ops")
+    assert status == 1
+    first, second = report["problems"]
+    assert first.startswith("tiny: batch 1, 4 beams: log-probabilities are not those of the same ids alone")
+    assert second.startswith("tiny: batch 3, 4 beams: log-probabilities")
+
+
+def test_without_beams(tmp_path: Path) -> None:
+    status, report = run(tmp_path, "--peers", "none", "--no-ops", "--beams", "0")
+    assert status == 0
+    assert "beams" not in report["shapes"]["tiny"]
+
+
 def test_a_model_that_fails_leaves_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise MemoryError("too small")
@@ -135,7 +188,7 @@ def test_a_model_that_fails_leaves_a_report(tmp_path: Path, monkeypatch: pytest.
     ]
 
 
-@pytest.mark.parametrize("words", [["--only", "7B"], ["--batches", "x"], ["--peers", "nobody"]])
+@pytest.mark.parametrize("words", [["--only", "7B"], ["--batches", "x"], ["--peers", "nobody"], ["--beams", "1"]])
 def test_wrong_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_speed.parse(words)

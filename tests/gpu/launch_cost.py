@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Measures what a launch of 12 arguments costs the host, in a process of its own: `python -m tests.gpu.launch_cost`.
 
-The arguments are those of attention over one key. Two sets alternate, as from layer to layer. At most 24 launches are
-in the queue. Prints JSON: for `gpu.launch`, and for CuPy's bare ``launchKernel`` with prebuilt parameters, the median
-of each round in us.
+The arguments are those of attention weights over one key. Two sets alternate, as from layer to layer. At most 24
+launches are in the queue. Prints JSON: for `gpu.launch`, and for CuPy's bare ``launchKernel`` with prebuilt parameters,
+the median of each round in us.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gpu_runtime.backend import GpuBackend
-from metrale.ops.decode_attention import OP, make_inputs
+from metrale.ops.attention_weights import OP, make_inputs
 from tests.backends import open_cuda
 from tests.ops.harness import upload
 
@@ -47,7 +47,7 @@ def measure(gpu: GpuBackend) -> dict[str, list[float]]:
     inputs: Any = make_inputs(np.random.default_rng(0), "f32", lengths=(1,), heads=1, head_dim=8)
     pool, q, out = upload(gpu, inputs["spans"].pool), upload(gpu, inputs["q"]), gpu.alloc(64)
     spans, lengths = upload(gpu, np.array([int(pool)], np.uint64)), upload(gpu, np.array([1], np.int32))
-    sets = [(q, spans, lengths, out, 1, 1, 8, 8, offset, 8 + offset, 32, 0.5) for offset in (0, 16)]
+    sets = [(q, spans, lengths, out, 1, 1, 8, 1, 8, offset, 32, 0.5) for offset in (0, 16)]
     assert OP.plan is not None
     plan = OP.plan(OP.spec.dims(sets[0]), "f32", gpu.limits())
     handle: Any = gpu.kernel(OP.spec.name, plan.entry)
