@@ -116,7 +116,7 @@ ADAPTER_MUTANTS: list[Mutant] = [
         "adapters",
         "metrale.nllb.passes",
         (*_ROWS, *_SLOTS),
-        ("                prompt.span.adapter = prompt.seq.adapter_slot\n", ""),
+        ("            prompt.span.adapter = prompt.seq.adapter_slot\n", ""),
     ),
     *rules(
         "adapters",

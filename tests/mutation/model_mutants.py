@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Mutants of the model's rules: positions, languages, slots and rows, the KV cache, weights, the choice of tokens.
 
-Those of what serves many sequences at once are in `tests.mutation.serving_mutants`, those of the order of work in
+Those of what serves many sequences at once are in `tests.mutation.serving_mutants`, those of beam search in
+`tests.mutation.search_mutants`, those of the order of work in
 `tests.mutation.order_mutants`.
 """
 
@@ -11,6 +12,7 @@ from tests.mutation.adapter_mutants import ADAPTER_MUTANTS
 from tests.mutation.engine_mutants import ENGINE_MUTANTS
 from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
+from tests.mutation.search_mutants import SEARCH_MUTANTS
 from tests.mutation.serving_mutants import SERVING_MUTANTS
 
 # Those that notice first stand first; the slow ones about memory have nothing to say about these rules.
@@ -87,7 +89,7 @@ MODEL_MUTANTS: list[Mutant] = [
         "KV cache",
         "metrale.nllb.kv",
         _BOTH,
-        ("self.source_len * self.position_bytes", "0 * self.position_bytes"),
+        ("(self.source_len + beam", "(0 + beam"),
         ("first = start + length", "first = start"),
         ("if start - first >= positions", "if start - first >= positions - 1"),
         ("if first + positions > self.capacity", "if first + positions > self.capacity + 1"),
@@ -120,17 +122,14 @@ MODEL_MUTANTS: list[Mutant] = [
         ('seq.src_lang_id, self._languages.source, "source"', 'seq.src_lang_id, self._languages.target, "source"'),
         ('seq.tgt_lang_id, self._languages.target, "target"', 'seq.src_lang_id, self._languages.target, "target"'),
         ("        if language:\n            return language\n", ""),
-        (
-            "return Prompt(one.seq, span, source, target_language)",
-            "return Prompt(one.seq, span, source, source_language)",
-        ),
+        ("decoder_start_token_id, target_language, *given)", "decoder_start_token_id, source_language, *given)"),
+        ("(self._shape.config.generation.decoder_start_token_id, target", "(2, target"),
     ),
     *rules(
         "languages",
         "metrale.nllb.passes",
         _BOTH,
-        ("Feed((start, prompt.target), 0", "Feed((prompt.target, start), 0"),
-        ("start = self._shape.config.generation.decoder_start_token_id", "start = 2"),
+        ("Feed(prompt.prefix[first : first + most]", "Feed(prompt.prefix[first : first + most][::-1]"),
     ),
     *rules(
         "slots and rows",
@@ -139,8 +138,8 @@ MODEL_MUTANTS: list[Mutant] = [
         ("if seq.seq_len == most:", "if False:"),
         ("if len(source) > most", "if len(source) > most + 1"),
         ("len({id(seq) for seq in seqs}) < len(seqs)", "False"),
-        ("span.positions - span.source_len)", "span.positions)"),
-        ("span.positions - PREFIX_LEN)", "span.positions)"),
+        ("or span.positions - span.source_len", "or span.positions"),
+        ("return span.positions - prefix\n", "return span.positions\n"),
         ("if not span.source_len or seq.seq_len < 1:", "if False:"),
         ("if not span.source_len or seq.seq_len < 1:", "if not span.source_len:"),
         ("one.chunk_start != 0 or not", "not"),
@@ -160,8 +159,8 @@ MODEL_MUTANTS: list[Mutant] = [
         ),
         ("seq.seq_len += 1", "seq.seq_len += 2"),
         ("seq.tokens.append(feed.ids[0])", "seq.tokens.insert(0, feed.ids[0])"),
-        ("prompt.seq.tokens = [self.config", "prompt.seq.tokens = [2, self.config"),
-        ("prompt.seq.seq_len = prompt.seq.prompt_len = PREFIX_LEN", "prompt.seq.seq_len = PREFIX_LEN"),
+        ("prompt.seq.tokens = list(prompt.prefix)", "prompt.seq.tokens = list(prompt.prefix[::-1])"),
+        ("prompt.seq.seq_len = prompt.seq.prompt_len = len", "prompt.seq.seq_len = len"),
         ("not 1 <= len(seqs) <= most or", "not 1 <= len(seqs) or"),
     ),
     *rules(
@@ -171,7 +170,11 @@ MODEL_MUTANTS: list[Mutant] = [
         ("rows.written(self.decoding, 0, len(feeds))", "rows.written(self.decoding, 0, 1)"),
         ("self._logits.written(self.prefilling, row, len(prompts))", "pass"),
         ("source_len, prompt.span.fresh = len(prompt.source), True", "source_len = len(prompt.source) + 1"),
-        ("groups[-1].append(prompt)", "groups[0].append(prompt)"),
+        ("groups[-1].append(prompt)\n            room", "groups[0].append(prompt)\n            room"),
+        (
+            "groups[-1].append(prompt)\n        return groups\n\n    def _encoder",
+            "groups[0].append(prompt)\n        return groups\n\n    def _encoder",
+        ),
         ("prompt.seq.tokens, prompt.seq.seq_len, prompt.seq.prompt_len = [], 0, 0", "pass"),
     ),
     *rules(
@@ -191,10 +194,13 @@ MODEL_MUTANTS: list[Mutant] = [
         ("            self._pool.give_back(span)\n", ""),
         ("if slot in self._live and slot != seq.slot_idx:", "if False:"),
         ("if slot in self._live and slot != seq.slot_idx:", "if slot in self._live:"),
-        ("self._live.pop(seq.slot_idx)\n        seq", "self._live[seq.slot_idx]\n        seq"),
+        ("self._live[slot] = self._live.pop(seq.slot_idx)", "self._live[slot] = self._live[seq.slot_idx]"),
         ("        seq.slot_idx = slot\n", ""),
-        ("if slot is None:", "if slot is None and False:"),
-        ("self._live[slot] = (seq, span)\n        return seq", "return seq"),
+        (
+            "            if slots == 1:\n                raise",
+            "            if slots == 1:\n                pass\n            if False:\n                raise",
+        ),
+        ("            self._live[slot] = (seq, span)\n", "            pass\n"),
     ),
     *rules(
         "slots and rows",
@@ -285,6 +291,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("np.isinf(converted) & np.isfinite(array)", "np.isinf(converted)"),
     ),
     *SERVING_MUTANTS,
+    *SEARCH_MUTANTS,
     *ADAPTER_MUTANTS,
     *ENGINE_MUTANTS,
 ]

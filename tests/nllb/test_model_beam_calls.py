@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import metrale
 from gpu_runtime.pointer import DevicePtr
 from metrale.errors import InvalidInput, NoFreeSlot, SequenceError
 from metrale.model import BeamParams, Hypothesis, PrefillSlice, SamplingParams, SequenceState
 from metrale.nllb.model import NllbModel
 from tests.backends import host_only
-from tests.nllb.conftest import MakeModel
-from tests.nllb.decoding import Case, begin, prefilled, results, sampled
+from tests.nllb.by_rows import device_by_rows
+from tests.nllb.decoding import Case, begin, prefilled, results, sampled, saved
 from tests.nllb.searching import (
     BEAMS,
     ENDS,
@@ -61,6 +64,24 @@ def test_a_search_that_was_given_up(tiny: NllbModel, retire: str) -> None:
             tiny.take_beams(fresh)
         assert finish(tiny, fresh, row) == expected
         tiny.free_sequence(fresh)
+
+
+def test_the_slot_of_a_search_that_was_given_up_is_any_slot(tiny: NllbModel) -> None:
+    """Also for a sequence that is brought back, and so never prefilled there."""
+    away = prefilled(tiny, ONE)
+    data = saved(tiny, away)
+    tiny.free_sequence(away)
+    searched, _ = fed(tiny)
+    tiny.free_sequence(searched)
+    seq = tiny.alloc_sequence()
+    assert seq.slot_idx == 0
+    tiny.restore_sequence_state(seq, 0, io.BytesIO(data))
+    with pytest.raises(SequenceError, match="in use already"):
+        tiny.restore_sequence_state(tiny.alloc_beams(2, 4, 3), 0, io.BytesIO(data))
+    tiny.decode(9, seq)
+    tiny.begin_sampling(seq, SamplingParams())
+    tiny.compact_sequence(seq, 3)
+    assert seq.tokens == [2, 83, 9]
 
 
 @pytest.mark.parametrize("make", [begun, selected, fed])
@@ -138,6 +159,8 @@ def test_slots_and_kv_of_beams(tiny: NllbModel) -> None:
         with nothing_left(tiny), pytest.raises(InvalidInput):
             tiny.alloc_beams(*wrong)
     tiny.free_sequence(ordinary.pop())
+    with nothing_left(tiny), pytest.raises(NoFreeSlot, match="4 beams need as many slots, and 3 of 4 are free"):
+        tiny.alloc_beams(4, 4, 3)
     with nothing_left(tiny):
         wide = tiny.alloc_beams(3, 100, 100)  # cut to the limits
         wide.src_lang_id, wide.tgt_lang_id = 80, 81
@@ -161,20 +184,26 @@ def test_prefixes_and_sources_that_a_search_has_no_kv_for(tiny: NllbModel) -> No
     tiny.begin_beams(seq, BeamParams(2), replace(ENDS, max_new_tokens=1))
 
 
-def test_beams_and_others_in_one_mixed_step(make_tiny: MakeModel) -> None:
-    """A search, sequences that sample or are fed by the host's side, and a prefill: each is what it is alone."""
-    model = make_tiny(max_batch=7)
+def test_beams_and_others_in_one_mixed_step(tiny_folder: Path) -> None:
+    """A search, sequences that sample beside it, and their prefills: each is what it is alone."""
+    limits: dict[str, Any] = {"max_batch": 7, "max_source_len": 12, "max_new_tokens": 8}
+    with device_by_rows(check=True) as gpu, metrale.load(tiny_folder, gpu, "float32", **limits) as model:
+        mix(model)
+
+
+def mix(model: NllbModel) -> None:
+    beams = replace(BEAMS, num_return_sequences=3)
     draw = SamplingParams(temperature=1.0, repetition_penalty=1.3, seed=5)
     cases = [ONE, Case([40] * 3, 84, 85, [])]
 
     def lone() -> tuple[list[Hypothesis], list[list[int]]]:
-        seq, row = search(model)
+        seq, row = search(model, beams)
         hypotheses = finish(model, seq, row)
         model.free_sequence(seq)
         return hypotheses, [sample_alone(model, case, draw, 5) for case in cases]
 
     expected = lone()
-    seq, row = search(model)
+    seq, row = search(model, beams)
     select(model, [row], [seq])
     others: list[SequenceState] = []
     ids: list[list[int]] = [[], []]

@@ -21,9 +21,9 @@ from tests.nllb.decoding import Case, begin, prefilled, results
 from tests.nllb.searching import BEAMS, ENDS, finish, nothing_left, select, step, waiting
 from tests.nllb.test_model_resources import Counting
 
-REQS = [
-    BeamReq([5, 6, 7], 80, 81, num_beams=3, max_new=4, no_repeat_ngram_size=1),
-    BeamReq([9], 82, 83, num_beams=1, max_new=3, suppress_tokens=(4,)),
+REQS = [  # the first two end before their limits, with a step of theirs in flight
+    BeamReq([5, 6, 7], 80, 81, num_beams=3, max_new=7, no_repeat_ngram_size=1, eos_ids=range(84)),
+    BeamReq([9], 82, 83, num_beams=1, max_new=5, suppress_tokens=(4,), eos_ids=range(97)),
     BeamReq([30, 31], 84, 85, num_beams=2, max_new=3, prefix_tokens=(11,)),
 ]
 

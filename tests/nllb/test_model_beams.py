@@ -61,7 +61,7 @@ def test_one_new_token_is_the_language(tiny: NllbModel, req: BeamReq) -> None:
     with tiny.gpu.launch_trace() as trace:
         [[one]] = found(tiny, replace(req, max_new=1))
     assert (one.ids, one.logprobs) == ([81], [0.0])
-    assert one.score == 0 or (req is GREEDY and math.isnan(one.score))
+    assert math.isnan(one.score) if req is GREEDY else one.score == 0
     assert "kernel" not in {record.kind for record in trace}
 
 
@@ -79,15 +79,32 @@ def test_two_new_tokens_are_the_best_of_one_row(tiny: NllbModel) -> None:
 def test_a_prefix_may_be_as_long_as_the_limit_leaves_room_for(tiny: NllbModel, req: BeamReq) -> None:
     """The language, the prefix and what follows are together at most what a sequence may have."""
     for given in range(1, LIMIT - 1):
-        one = replace(req, prefix_tokens=tuple(range(20, 20 + given)), max_new=LIMIT - 1 - given)
+        left = LIMIT - 1 - given
+        one = replace(req, prefix_tokens=tuple(range(20, 20 + given)), max_new=left, min_new=left)
         [best] = found(tiny, one)
         assert all(hypothesis.ids[: 1 + given] == [81, *one.prefix_tokens] for hypothesis in best)
-        assert max(len(hypothesis.ids) for hypothesis in best) <= LIMIT
+        assert {len(hypothesis.ids) for hypothesis in best} == {LIMIT}
         with tiny.gpu.launch_trace() as trace, pytest.raises(InvalidInput) as refused:
             tiny.generate_beams([replace(one, max_new=LIMIT - given)])
         assert refused.value.argument == "reqs[0].max_new"
         assert not trace
-    assert len(best[0].ids) == LIMIT
+
+
+def test_what_a_search_alone_minds(tiny: NllbModel) -> None:
+    """A greedy request has no scores."""
+    assert repr(found(tiny, replace(GREEDY, length_penalty=200.0))) == repr(found(tiny, GREEDY))
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 3.0, -2.0])
+@pytest.mark.parametrize("most", [2, 3])
+def test_only_what_differs_is_returned(tiny: NllbModel, penalty: float, most: int) -> None:
+    """Where an id has fewer successors than there are beams, copies of a beam stand in for the missing ones."""
+    few = replace(REQ, suppress_tokens=ALL[2:], eos_ids=(96,), max_new=most, length_penalty=penalty)
+    [hypotheses] = found(tiny, few)
+    ids = {tuple(one.ids) for one in hypotheses}
+    assert len(ids) == len(hypotheses) == {2: 2, 3: 3}[most]
+    assert all(set(one.ids[1:]) <= {0, 1} for one in hypotheses)
+    assert min(one.score for one in hypotheses) > -1e4
 
 
 def test_the_forced_end_is_the_last_id(tiny: NllbModel) -> None:
@@ -150,6 +167,7 @@ def test_a_request_that_the_pool_cannot_hold(make_tiny: MakeModel) -> None:
     assert (refused.value.argument, refused.value.got) == ("reqs[1]", "33")
     assert not trace
     assert len(found(model, replace(REQ, max_new=8), GREEDY, replace(REQ, max_new=8))) == 3  # one after the other
+    assert len(found(model, replace(REQ, prompt_tokens=[5] * 4, max_new=8))[0]) == 3  # all 30
 
 
 @pytest.mark.parametrize("reqs", [[REQ], []])
@@ -254,6 +272,17 @@ def test_logits_that_are_not_finite(tiny: NllbModel, value: float) -> None:
     assert repr(found(tiny, REQ, GREEDY)) == repr(expected)
     tiny.gpu.copy_h2d(good, position)
     assert len(found(tiny, long)[0]) == 3
+
+
+def test_one_logit_of_every_row_is_not_a_number(tiny: NllbModel) -> None:
+    """Others could be chosen, and none is."""
+    at = next(entry.ptr for entry in tiny.gpu.alloc_report() if entry.tag == "weights")
+    embedding = at + weight_layout(tiny.shape).offsets["embedding"] + 50 * 32 * 4
+    tiny.gpu.copy_h2d(np.full(32, np.nan, np.float32), embedding)
+    for reqs in ([GREEDY], [REQ], [REQ, GREEDY]):
+        with nothing_left(tiny), pytest.raises(NonFiniteLogits) as error:
+            tiny.generate_beams(reqs)
+        assert error.value.rows == tuple(range(len(reqs)))
 
 
 # other callers

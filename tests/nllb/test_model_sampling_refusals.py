@@ -34,6 +34,21 @@ WRONG_BEGINNINGS: list[tuple[str, str, Call]] = [
         lambda m, a, b: m.begin_sampling(a, SamplingParams(bad_words=((1, 2),) * 340 + ((1, 2, 3),))),
     ),
     ("an EOS that is no id", "eos_ids[0]", lambda m, a, b: m.begin_sampling(a, SamplingParams(eos_ids=(1 << 30,)))),
+    (
+        "a forced end that is no id",
+        "forced_eos_id",
+        lambda m, a, b: m.begin_sampling(a, SamplingParams(forced_eos_id=97, max_new_tokens=5)),
+    ),
+    (
+        "a forced end without a limit",
+        "params.max_new_tokens",
+        lambda m, a, b: m.begin_sampling(a, SamplingParams(forced_eos_id=2)),
+    ),
+    (
+        "a least length without an end",
+        "params.eos_ids",
+        lambda m, a, b: m.begin_sampling(a, SamplingParams(min_new_tokens=3)),
+    ),
 ]
 
 
