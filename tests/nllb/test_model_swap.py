@@ -126,6 +126,7 @@ def test_what_is_saved_is_one_line_and_the_keys_and_values(tiny: NllbModel) -> N
         "src_lang_id": 80,
         "tgt_lang_id": 81,
         "source_len": 5,
+        "adapter": None,
     }
     assert len(kv) == (5 + 3) * POSITION + 4
     assert kv[:-4] == block(tiny.gpu, "KV cache")[: len(kv) - 4]
