@@ -20,6 +20,7 @@ _TESTS = {
             "model_orders",
             "model_mixed",
             "model_rows",
+            "model_prefix",
             "model_streams",
             "model_feed",
             "model_swap",
