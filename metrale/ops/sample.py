@@ -340,7 +340,7 @@ CASES: Final = (
     {"vocab": 33, "kinds": tuple(ROWS), "special": ("-inf",), "levels": 3},
     {"vocab": 33, "kinds": tuple(ROWS)[::-1], "special": ("-inf",), "length": 3, "mean": -9.0},
     {"vocab": 33, "kinds": ("bonus", "bonus", "score"), "special": ("-inf",), "length": 1, "mean": -9.0},
-    {"vocab": 33, "kinds": ("words",) * 8, "special": ("-inf",), "length": 4},
+    {"vocab": 33, "kinds": (*["words"] * 8, "score"), "special": ("-inf",), "length": 4},
     {"vocab": 303, "pad": 17, "kinds": ("score",) * 8, "special": inputs.SPECIALS},
     {"vocab": 303, "pad": 1, "kinds": ("warm",) * 8, "special": inputs.SPECIALS},
     {"vocab": 303, "kinds": ("everything",) * 8, "special": inputs.SPECIALS},
