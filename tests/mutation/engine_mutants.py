@@ -45,8 +45,8 @@ ENGINE_MUTANTS: list[Mutant] = [
         "metrale.engine.worker",
         _FAULTS,
         (
-            "NOT_FINITE if outcome.flags & BEAM_NOT_FINITE_FLAG else NO_CHOICE",
-            "NO_CHOICE if outcome.flags & BEAM_NOT_FINITE_FLAG else NOT_FINITE",
+            "NOT_FINITE if outcome.flags & BEAM_NOT_FINITE_FLAG else nothing",
+            "nothing if outcome.flags & BEAM_NOT_FINITE_FLAG else NOT_FINITE",
         ),
         ("if outcome.flags & (BEAM_NOT_FINITE_FLAG | BEAM_NO_CHOICE_FLAG):", "if False:"),
         ("        if not found:", "        if False:"),

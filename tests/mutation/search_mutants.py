@@ -161,7 +161,7 @@ SEARCH_MUTANTS: list[Mutant] = [
         ("len(job.ids) + (len(given) == 1)", "len(job.ids) + len(given)"),
         ("[*given, *job.ids]", "job.ids"),
         ("            self._spoilt.append(job.index)\n", "            pass\n"),
-        ("            self._hopeless.append(job.index)\n", "            pass\n"),
+        ("            self._hopeless[job.index] = job.beams.why_nothing\n", "            pass\n"),
         ("        self._model.free_sequence(job.live)\n        job.seq", "        job.seq"),
     ),
     *rules(
@@ -198,8 +198,14 @@ SEARCH_MUTANTS: list[Mutant] = [
         ("early_stopping, self.num_return_sequences)", "early_stopping)"),
         ("            repetition_penalty=self.repetition_penalty,\n", ""),
         ("            no_repeat_ngram_size=self.no_repeat_ngram_size,\n", ""),
-        ("            suppress_tokens=tuple(self.suppress_tokens),\n", ""),
-        ("            bad_words=tuple(tuple(word) for word in self.bad_words_ids),\n", ""),
+        (
+            '            suppress_tokens=tuple(listed("suppress_tokens", self.suppress_tokens, "a sequence of ids")),\n',
+            "",
+        ),
+        (
+            '            bad_words=tuple(listed("bad_words", self.bad_words_ids, "a sequence of sequences of ids")),\n',
+            "",
+        ),
         ("eos_ids if self.eos_ids is None else self.eos_ids", "eos_ids"),
         ("            min_new_tokens=self.min_new,\n", ""),
         ("            forced_eos_id=self.forced_eos_id,\n", ""),
