@@ -6,7 +6,9 @@ Decoding and prefilling have workspaces of their own, so that a step may decode 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from gpu_runtime.backend import GpuBackend
@@ -22,6 +24,9 @@ from metrale.nllb.limits import ModelShape
 from metrale.nllb.logits import LogitsRows
 from metrale.nllb.turns import Turn
 from metrale.nllb.workspace import Workspace
+
+Force = Callable[[Feed, Observer | None], DevicePtr]
+"""Enqueues a pass over given ids; see `Passes.forcing`."""
 
 
 class Copy(NamedTuple):
@@ -124,23 +129,22 @@ class Passes:
         self.decoding.wait(stream)
         return base, ptrs
 
-    def encode(self, prompts: list[Prompt], stream: StreamLike) -> None:
-        """Enqueue the encoding of ``prompts``, whose targets are then fed by `force`."""
+    @contextmanager
+    def forcing(self, prompts: list[Prompt], stream: StreamLike) -> Iterator[Force]:
+        """Enqueue the encoding of ``prompts``, and inside the context passes over ids of theirs that are given.
+
+        Yields a function of a feed, of at most ``prefix_rows`` ids, and of an observer or None. It enqueues the feed's
+        pass and returns the address of the first id's logits, which the others' follow: they take the rows from 0 on.
+        """
         self.refuse_capture(stream)
         self._await_readers(stream)
         with self.prefilling.use(stream):
             self._encode(prompts, stream)
+            yield partial(self._force, stream)
 
-    def force(self, feed: Feed, stream: StreamLike, observe: Observer | None = None) -> DevicePtr:
-        """Enqueue a pass over given ids, at most ``prefix_rows``, and return the address of the first one's logits.
-
-        They take the rows from 0 on.
-        """
-        self.refuse_capture(stream)
-        self._await_readers(stream)
+    def _force(self, stream: StreamLike, feed: Feed, observe: Observer | None) -> DevicePtr:
         base = self._logits.arena.base
-        with self.prefilling.use(stream):
-            self._prefix.run([feed], base, stream, of_all=True, observe=observe)
+        self._prefix.run([feed], base, stream, of_all=True, observe=observe)
         self._logits.written(self.prefilling, 0, len(feed.ids))
         self.hidden = self._prefix.hidden
         return base

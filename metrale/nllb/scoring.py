@@ -21,6 +21,7 @@ from metrale.nllb.beam_calls import BeamCalls
 from metrale.nllb.checks import token_ids
 from metrale.nllb.decoder import Feed
 from metrale.nllb.layers import Rows
+from metrale.nllb.passes import Force
 from metrale.nllb.workspace import attention_rows
 
 _RESULTS: Final = 3  # id, log-probability, flags
@@ -82,8 +83,9 @@ class ScoringCalls(BeamCalls):
                 stack.callback(self.free_sequence, seq)
                 slice_ = PrefillSlice.whole(tuple(req.prompt_tokens), seq)
                 prompts.append(self._admission.prompt(slice_, "prompt_tokens"))
-            self._passes.encode(prompts, 0)
-            return [self._score(prompt, target, attention) for prompt, target in zip(prompts, targets, strict=False)]
+            force = stack.enter_context(self._passes.forcing(prompts, 0))
+            pairs = zip(prompts, targets, strict=False)
+            return [self._score(prompt, target, attention, force) for prompt, target in pairs]
 
     def _open(self, req: ScoreReq, target: int) -> SequenceState:
         source = len(req.prompt_tokens) + self.capacity().prompt_overhead
@@ -91,7 +93,7 @@ class ScoringCalls(BeamCalls):
         seq.src_lang_id, seq.tgt_lang_id, seq.adapter_slot = req.src_lang_id, req.tgt_lang_id, req.adapter_slot
         return seq
 
-    def _score(self, prompt: Prompt, target: list[int], attention: bool) -> ScoredTarget | None:
+    def _score(self, prompt: Prompt, target: list[int], attention: bool, force: Force) -> ScoredTarget | None:
         """Feed one target, whose source is encoded, as many ids at a time as the workspace holds."""
         fed, asked = (*prompt.prefix, *target[:-1]), [*prompt.prefix[1:], *target]
         looker = _Attention(self, prompt, len(fed)) if attention else None
@@ -107,7 +109,7 @@ class ScoringCalls(BeamCalls):
             stack.callback(self.gpu.destroy_event, event)
             for first in range(0, len(fed), step):
                 ids = fed[first : first + step]
-                base = self._passes.force(Feed(ids, first, prompt.span), 0, looker and looker.at(first))
+                base = force(Feed(ids, first, prompt.span), looker and looker.at(first))
                 dst = memory.array[: _RESULTS * len(ids) * 4].view(np.int32).reshape(_RESULTS, len(ids))
                 self._feed.score(base, asked[first : first + len(ids)], dst, event, 0)
                 self.gpu.event_synchronize(event)
@@ -163,6 +165,8 @@ class _Attention:
         self._gpu.copy_d2h_async(self._place, part, rows.stream)
 
     def result(self) -> NDArray[Any]:
-        """Return what was seen, without the position that the language token is predicted from."""
-        self._gpu.synchronize(0)
+        """Return what was seen, without the position that the language token is predicted from.
+
+        The copies are done: what was chosen after them has been waited for.
+        """
         return np.ascontiguousarray(self._weights[:, 1:].transpose(0, 2, 1, 3))

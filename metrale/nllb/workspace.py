@@ -179,8 +179,8 @@ def _encoder_wide(shape: ModelShape) -> int:
 
 def attention_rows(shape: ModelShape, sources: int) -> int:
     """Return the rows whose cross-attention to so many sources, in float32, the encoder's ``wide`` can take."""
-    row = shape.config.decoder_attention_heads * sources * dtypes.itemsize("f32")
-    return max(_encoder_wide(shape) * shape.itemsize // row, 1)
+    heads, room = shape.config.decoder_attention_heads, _encoder_wide(shape) * shape.itemsize
+    return max(room // (heads * sources * dtypes.itemsize("f32")), 1)
 
 
 def _add_feed(shape: ModelShape, layout: Layout) -> None:

@@ -13,6 +13,7 @@ _BEAMS = tuple(f"tests/nllb/test_model_{name}.py" for name in ("resources", "bea
 _TESTS = {
     "metrale.nllb.beams": _BEAMS,
     "metrale.nllb.beam_batch": _BEAMS,
+    "metrale.nllb.scoring": ("tests/nllb/test_model_score_orders.py",),
     "metrale.model": ("tests/model/test_interface.py",),
     "metrale.nllb": tuple(
         f"tests/nllb/test_{name}.py"
@@ -21,6 +22,7 @@ _TESTS = {
             "model_mixed",
             "model_rows",
             "model_prefix",
+            "model_score_orders",
             "model_streams",
             "model_feed",
             "model_swap",

@@ -199,8 +199,8 @@ SEARCH_MUTANTS: list[Mutant] = [
         ("            repetition_penalty=self.repetition_penalty,\n", ""),
         ("            no_repeat_ngram_size=self.no_repeat_ngram_size,\n", ""),
         (
-            '            suppress_tokens=tuple(listed("suppress_tokens", self.suppress_tokens, "a sequence of ids")),\n',
-            "",
+            'tuple(listed("suppress_tokens", self.suppress_tokens, "a sequence of ids"))',
+            "()",
         ),
         (
             '            bad_words=tuple(listed("bad_words", self.bad_words_ids, "a sequence of sequences of ids")),\n',

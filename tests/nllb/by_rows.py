@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_runtime.handles import PinnedMemory
 from gpu_runtime.host import HostBackend
 from gpu_runtime.limits import Limits
 from gpu_runtime.op import REGISTRY, Op, OpRegistry
@@ -33,6 +34,23 @@ class Like(HostBackend):
 
     def limits(self) -> Limits:
         return replace(super().limits(), **self._changes)
+
+
+class Unhurried(Like):
+    """A device that the host runs ahead of. It frees page-locked memory at its end only, and does not finish the work
+    that may use it, as a GPU does not."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__({"runs_ahead": True}, check=True, **options)
+        self._kept: list[PinnedMemory] = []
+
+    def free_host_pinned(self, memory: PinnedMemory) -> None:
+        self._kept.append(memory)
+
+    def close(self) -> None:
+        for memory in self._kept:
+            super().free_host_pinned(memory)
+        super().close()
 
 
 @contextmanager

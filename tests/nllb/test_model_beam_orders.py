@@ -10,16 +10,14 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import metrale
-from gpu_runtime.handles import PinnedMemory
 from metrale import BeamReq, Hypothesis
 from metrale.nllb.model import NllbModel
 from tests.nllb.beam_programs import BeamProgram, assert_search_as_alone
-from tests.nllb.by_rows import Like
+from tests.nllb.by_rows import Unhurried
 from tests.nllb.lanes import LIMITS, assert_as_alone
 from tests.nllb.searching import alone
 from tests.reference.tiny import write_tiny
@@ -32,23 +30,6 @@ ORDERS: list[tuple[str, int]] = [("deferred", 0), *(("adversarial", seed) for se
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of one layer a side, so that much can be tried in little time."""
     return write_tiny(tmp_path_factory.mktemp("orders") / "model", 5, encoder_layers=1, decoder_layers=1)
-
-
-class Unhurried(Like):
-    """A device that the host runs ahead of. It frees page-locked memory at its end only, and does not finish the work
-    that may use it, as a GPU does not."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__({"runs_ahead": True}, check=True, **options)
-        self._kept: list[PinnedMemory] = []
-
-    def free_host_pinned(self, memory: PinnedMemory) -> None:
-        self._kept.append(memory)
-
-    def close(self) -> None:
-        for memory in self._kept:
-            super().free_host_pinned(memory)
-        super().close()
 
 
 @contextmanager
