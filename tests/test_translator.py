@@ -21,12 +21,7 @@ from metrale.nllb.model import NllbModel
 from tests.backends import Device
 from tests.reference.nllb_float64 import NllbFloat64
 from tests.reference.tiny import write_tiny
-
-CASES: list[dict[str, Any]] = json.loads((demo_model_path() / "golden.json").read_text(encoding="utf-8"))["cases"]
-TEXTS = [case["text"] for case in CASES]
-SOURCES = [case["src_lang"] for case in CASES]
-TARGETS = [case["tgt_lang"] for case in CASES]
-EXPECTED = [case["greedy"]["text"] for case in CASES]
+from tests.translating import CASES, EXPECTED, SOURCES, TARGETS, TEXTS, demo_translator
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +32,8 @@ def gpu(device: Device) -> Iterator[GpuBackend]:
 
 @pytest.fixture(scope="module")
 def translator(gpu: GpuBackend) -> Iterator[Translator]:
-    options = {"device": gpu, "dtype": "float32", "max_batch": 8, "max_source_len": 64, "max_new_tokens": 64}
-    with Translator(demo_model_path(), source="eng_Latn", target="fra_Latn", **options) as translator:
+    with demo_translator(gpu, 8) as translator:
         yield translator
-        seqs = [translator.model.alloc_sequence() for _ in range(8)]  # every test gave its lanes back
-        for seq in seqs:
-            translator.model.free_sequence(seq)
 
 
 def test_golden_texts_in_one_call(translator: Translator) -> None:

@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 
 from gpu_runtime.backend import GpuBackend
-from metrale import InvalidInput, SamplingParams, Translation, TranslationOptions, Translator, demo_model_path
+from metrale import InvalidInput, SamplingParams, Translation, TranslationOptions, Translator
 from metrale.translator import Options
 from tests.backends import Device
+from tests.translating import CASES, SOURCES, TARGETS, TEXTS, demo_translator
 
-CASES: list[dict[str, Any]] = json.loads((demo_model_path() / "golden.json").read_text(encoding="utf-8"))["cases"]
-TEXTS: list[str] = [case["text"] for case in CASES]
-SOURCES: list[str] = [case["src_lang"] for case in CASES]
-TARGETS: list[str] = [case["tgt_lang"] for case in CASES]
 HELLO = TEXTS[0]
 BONJOUR: list[int] = CASES[0]["greedy"]["ids"][2:]
 
@@ -32,12 +29,8 @@ def gpu(device: Device) -> Iterator[GpuBackend]:
 
 @pytest.fixture(scope="module")
 def translator(gpu: GpuBackend) -> Iterator[Translator]:
-    options = {"device": gpu, "dtype": "float32", "max_batch": 8, "max_source_len": 64, "max_new_tokens": 64}
-    with Translator(demo_model_path(), source="eng_Latn", target="fra_Latn", **options) as translator:
+    with demo_translator(gpu, 8) as translator:
         yield translator
-        seqs = [translator.model.alloc_sequence() for _ in range(8)]  # every test gave its lanes back
-        for seq in seqs:
-            translator.model.free_sequence(seq)
 
 
 @pytest.mark.parametrize(("recorded", "early_stopping"), [("beam4", False), ("beam4_early_stopping", True)])

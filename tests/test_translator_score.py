@@ -18,12 +18,8 @@ from gpu_runtime.errors import OutOfMemory
 from metrale import InvalidInput, Scored, ScoreReq, SequenceError, Translator, demo_model_path
 from tests.backends import Device
 from tests.reference.nllb_float64 import NllbFloat64
+from tests.translating import CASES, EXPECTED, SOURCES, TARGETS, TEXTS, demo_translator
 
-CASES: list[dict[str, Any]] = json.loads((demo_model_path() / "golden.json").read_text(encoding="utf-8"))["cases"]
-TEXTS: list[str] = [case["text"] for case in CASES]
-SOURCES: list[str] = [case["src_lang"] for case in CASES]
-TARGETS: list[str] = [case["tgt_lang"] for case in CASES]
-EXPECTED: list[str] = [case["greedy"]["text"] for case in CASES]
 SECONDS = 30.0  # far more than it takes
 
 
@@ -35,12 +31,8 @@ def gpu(device: Device) -> Iterator[GpuBackend]:
 
 @pytest.fixture(scope="module")
 def translator(gpu: GpuBackend) -> Iterator[Translator]:
-    options = {"device": gpu, "dtype": "float32", "max_batch": 4, "max_source_len": 64, "max_new_tokens": 64}
-    with Translator(demo_model_path(), source="eng_Latn", target="fra_Latn", **options) as translator:
+    with demo_translator(gpu, 4) as translator:
         yield translator
-        seqs = [translator.model.alloc_sequence() for _ in range(4)]  # every test gave its lanes back
-        for seq in seqs:
-            translator.model.free_sequence(seq)
 
 
 def test_scores_are_those_of_the_mathematics(translator: Translator) -> None:

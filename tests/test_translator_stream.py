@@ -17,6 +17,7 @@ from gpu_runtime.backend import GpuBackend
 from metrale import InvalidInput, Translator, UnknownLanguage, demo_model_path
 from metrale.model import SamplingParams
 from tests.backends import Device
+from tests.translating import demo_translator
 
 CASES: list[dict[str, Any]] = [
     case
@@ -36,12 +37,8 @@ def gpu(device: Device) -> Iterator[GpuBackend]:
 
 @pytest.fixture(scope="module")
 def translator(gpu: GpuBackend) -> Iterator[Translator]:
-    options = {"device": gpu, "dtype": "float32", "max_batch": 4, "max_source_len": 64, "max_new_tokens": 64}
-    with Translator(demo_model_path(), source="eng_Latn", target="fra_Latn", **options) as translator:
+    with demo_translator(gpu, 4) as translator:
         yield translator
-        seqs = [translator.model.alloc_sequence() for _ in range(4)]  # every test gave its lanes back
-        for seq in seqs:
-            translator.model.free_sequence(seq)
 
 
 class Counted(Iterator[str]):
