@@ -3,14 +3,15 @@
 
 It runs the GPU tests as they are and with kernels compiled to PTX for compute capability 8.0, NVIDIA's memory checkers
 over the ops and a few translations and searches, a planted overrun that the checker must find, and every mutant of the
-kernels. The steps run side by side, and so do parts of the tests. One JSON file says what was run on what, and how each
-step ended; the exit code is 0 when all of them ended as they should, and 2, before anything is run, when there is no
-GPU or no compute-sanitizer.
+kernels. The steps run side by side, spread over the GPUs there are, and so do parts of the tests. One JSON file says
+what was run on what, and how each step ended; the exit code is 0 when all of them ended as they should, and 2, before
+anything is run, when there is no GPU or no compute-sanitizer.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -55,7 +56,16 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "ops": ("tests/ops", "tests/gpu/test_batch_invariance.py"),
     "device layer": ("tests/gpu_runtime", "tests/gpu/test_foreign.py", "tests/gpu/test_foreign_capture.py"),
-    "model": ("tests/nllb", "tests/model"),
+    "interface": ("tests/model",),
+    "searches": (
+        "tests/nllb/test_model_beam_calls.py",
+        "tests/nllb/test_model_beam_mixes.py",
+        "tests/nllb/test_model_beam_orders.py",
+        "tests/nllb/test_model_beams.py",
+        "tests/nllb/test_search.py",
+    ),
+    "model": ("tests/nllb",),
+    "engine": ("tests/engine",),
     "others": ("tests",),
 }
 """The tests, in parts that run side by side: folders and files, each part without what those before it have."""
@@ -142,14 +152,20 @@ def refusal(chosen: Sequence[Step]) -> str | None:
     return None
 
 
-def run(step: Step, seconds: float) -> dict[str, Any]:
-    """Run one step and return how it ended."""
+def run(step: Step, seconds: float, device: int = 0) -> dict[str, Any]:
+    """Run one step, on the GPU of this number alone, and return how it ended."""
     began = time.monotonic()
     command = [sys.executable if word == PYTHON else word for word in step.command]
     with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as output:
         try:
             code: int | str = subprocess.run(
-                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=seconds, check=False
+                command,
+                cwd=ROOT,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": str(device)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
+                check=False,
             ).returncode
         except subprocess.TimeoutExpired:
             code = "timeout"
@@ -216,13 +232,16 @@ def main() -> int:
         parser.error("no step has such a name")
     if reason := refusal(chosen):
         parser.error(reason)
+    found = machine(options.commit)
+    devices = itertools.cycle(range(len(found["gpus"])))
     began = time.monotonic()
     results = [run(step, options.timeout) for step in chosen if step.alone]
     with ThreadPoolExecutor(options.jobs) as pool:
-        results += pool.map(lambda step: run(step, options.timeout), [step for step in chosen if not step.alone])
+        together = [step for step in chosen if not step.alone]
+        results += pool.map(run, together, itertools.repeat(options.timeout), devices)
     report = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(options.commit),
+        "machine": found,
         "ok": all(result["ok"] for result in results),
         "seconds": round(time.monotonic() - began, 1),
         "steps": results,
