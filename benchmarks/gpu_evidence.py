@@ -65,7 +65,6 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
         "tests/nllb/test_search.py",
     ),
     "model": ("tests/nllb",),
-    "engine": ("tests/engine",),
     "others": ("tests",),
 }
 """The tests, in parts that run side by side: folders and files, each part without what those before it have."""

@@ -59,7 +59,7 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "garbage, small norm": {"dead": 3, "left": 3, "eos": 0.8, "norm": 0.5},
     "garbage alone": {"dead": 4, "left": 3, "eos": 0.5, "norm": 0.5, "bound_norm": 1.0},
     "nothing left": {"left": 0},
-    "nan": {"left": 1, "rest": np.nan},
+    "nan": {"left": 1, "rest": np.nan, "eos": 0.7},
     "nothing left, full": {"left": 0, "held": 4},
     "norm 0": {"held": 1, "eos": 0.6, "norm": 0.0, "bound_norm": 0.0},
     "one": {"beams": 1, "k": 2, "eos": 0.4},

@@ -166,15 +166,20 @@ MODEL_MUTANTS: list[Mutant] = [
     *rules(
         "slots and rows",
         "metrale.nllb.passes",
+        files("prefix"),
+        (
+            "groups[-1].append(prompt)\n        return groups\n\n    def _encoder",
+            "groups[0].append(prompt)\n        return groups\n\n    def _encoder",
+        ),
+    ),
+    *rules(
+        "slots and rows",
+        "metrale.nllb.passes",
         _BOTH,
         ("rows.written(self.decoding, 0, len(feeds))", "rows.written(self.decoding, 0, 1)"),
         ("self._logits.written(self.prefilling, row, len(prompts))", "pass"),
         ("source_len, prompt.span.fresh = len(prompt.source), True", "source_len = len(prompt.source) + 1"),
         ("groups[-1].append(prompt)\n            room", "groups[0].append(prompt)\n            room"),
-        (
-            "groups[-1].append(prompt)\n        return groups\n\n    def _encoder",
-            "groups[0].append(prompt)\n        return groups\n\n    def _encoder",
-        ),
         ("prompt.seq.tokens, prompt.seq.seq_len, prompt.seq.prompt_len = [], 0, 0", "pass"),
     ),
     *rules(

@@ -140,11 +140,19 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("argument", REFUSED)
-def test_a_wrong_request_is_named_before_anything_runs(tiny: NllbModel, argument: str) -> None:
+OF_SEARCHES = ("num_beams", "eos_ids", "length_penalty", "num_return_sequences")
+"""Refused of a search alone."""
+
+
+@pytest.mark.parametrize(
+    ("req", "argument"),
+    [(REQ, argument) for argument in REFUSED]
+    + [(GREEDY, argument) for argument in REFUSED if argument not in OF_SEARCHES],
+)
+def test_a_wrong_request_is_named_before_anything_runs(tiny: NllbModel, req: BeamReq, argument: str) -> None:
     before = arena(tiny).tobytes(), block(tiny.gpu, "KV cache")
     with nothing_left(tiny), tiny.gpu.launch_trace() as trace, pytest.raises(InvalidInput) as refused:
-        tiny.generate_beams([REQ, GREEDY, replace(REQ, **REFUSED[argument])])
+        tiny.generate_beams([REQ, GREEDY, replace(req, **REFUSED[argument])])
     assert refused.value.argument == f"reqs[2].{argument.strip()}"
     assert not trace
     assert (arena(tiny).tobytes(), block(tiny.gpu, "KV cache")) == before
