@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The benchmark of loading goes through all of its cases on the host, and says what a slow or greedy load does not keep."""
+"""The benchmark of loading goes through all of its cases on the host, and says what a load does not keep."""
 
 from __future__ import annotations
 
