@@ -85,7 +85,7 @@ def write_sparse(folder: Path) -> int:
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
 def test_loading_takes_the_model_and_a_few_buffers(tmp_path: Path, dtype: str, itemsize: int) -> None:
-    """At most 64 MiB beside the model: a page-locked slot of 4 MiB for each of at most 8 threads, and what they convert.
+    """At most 64 MiB beside the model: a slot of 4 MiB for each of at most 8 threads, and what they convert.
 
     A copy of the whole checkpoint, or of its embedding alone (256 MiB as stored), would be found. The buffers are seen,
     else nothing was measured; they are gone afterwards.
