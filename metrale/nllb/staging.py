@@ -134,16 +134,15 @@ class Staging:
 
     def _run(self, jobs: _Jobs, slot: NDArray[np.uint8], stream: int) -> None:
         """Do jobs until there are none."""
-        number = 0
-        try:
-            self._gpu.bind_to_thread()  # the calls are cheaper then
-            for number, parts in jobs:
+        for number, parts in jobs:
+            try:
                 self._send(parts, slot, stream)
-        except BaseException as error:
-            jobs.failed(number, error)
+            except BaseException as error:
+                jobs.failed(number, error)
 
     def _send(self, parts: list[Part], slot: NDArray[np.uint8], stream: int) -> None:
         """Send what shares a slot. Nothing reads the slot any more on return; after an exception, nothing fills it."""
+        self._gpu.bind_to_thread()  # the calls are cheaper then
         for part in parts:
             room = slot[part.offset : part.offset + part.nbytes].view(dtypes.NUMPY[part.transfer.dtype])
             part.transfer.fill(part.start, room)
