@@ -147,8 +147,7 @@ class Staging:
             room = slot[part.offset : part.offset + part.nbytes].view(dtypes.NUMPY[part.transfer.dtype])
             part.transfer.fill(part.start, room)
         for at, start, stop in runs(parts):
-            self._gpu.copy_h2d_async(slot[start:stop], at, stream)
-        self._gpu.synchronize(stream)
+            self._gpu.copy_h2d_on_stream(slot[start:stop], at, stream)
 
 
 class _Jobs:

@@ -262,7 +262,7 @@ MODEL_MUTANTS: list[Mutant] = [
         "staging",
         "metrale.nllb.staging",
         ("tests/nllb/test_staging.py",),
-        ("        self._gpu.synchronize(stream)\n", ""),
+        ("self._gpu.copy_h2d_on_stream(slot", "self._gpu.copy_h2d_async(slot"),
         ("fill(part.start, room)", "fill(0, room)"),
         ("self.start * dtypes.itemsize(self", "0 * dtypes.itemsize(self"),
         ("slot[part.offset : part.offset + part.nbytes]", "slot[: part.nbytes]"),
