@@ -137,7 +137,8 @@ class Staging:
             room = slot[part.offset : part.end].view(dtypes.NUMPY[part.transfer.dtype])
             part.transfer.fill(part.start, room)
         for at, start, stop in runs(parts):
-            self._gpu.copy_h2d_on_stream(slot[start:stop], at, stream)
+            self._gpu.copy_h2d_async(slot[start:stop], at, stream)
+        self._gpu.synchronize(stream)
 
 
 class _Jobs:

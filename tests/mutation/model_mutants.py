@@ -262,7 +262,7 @@ MODEL_MUTANTS: list[Mutant] = [
         "staging",
         "metrale.nllb.staging",
         ("tests/nllb/test_staging.py",),
-        ("self._gpu.copy_h2d_on_stream(slot", "self._gpu.copy_h2d_async(slot"),
+        ("        self._gpu.synchronize(stream)\n", ""),
         ("fill(part.start, room)", "fill(0, room)"),
         ("transfer.at.offset(done * itemsize)", "transfer.at"),
         ("slot[part.offset : part.end]", "slot[: part.end - part.offset]"),
