@@ -288,7 +288,7 @@ class Blas:
 
     def enqueue(self, prepared: Prepared, stream: int) -> None:
         """Enqueue a prepared product."""
-        if not self._context.is_current():
+        if driver.ctxGetCurrent() != self._context.handle:
             with self._context.current():
                 self.enqueue(prepared, stream)
             return

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -22,15 +21,13 @@ from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.nllb.turns import Turn
 
-SLOT_BYTES: Final = 4 << 20
-"""Size of a slot of `Staging`. Each is used again and again, and so stays in the processor's cache; it is large enough
-for the calls around a copy to take less time than what happens in between."""
+SLOT_BYTES: Final = 8 << 20
+"""Size of a slot of `Staging`. What Python does for each takes time that no other thread can use, which half of this
+would double; and to lock pages takes as long as to fill them ten times."""
 
-THREADS: Final = 8
-"""Most threads of `Staging`: one of them reads from the page cache at a fraction of the rate of page-locked copies."""
-
-SLOTS: Final = 2
-"""Slots of a thread: it fills one while the device copies from the other."""
+THREADS: Final = 10
+"""Most threads of `Staging`: one of them reads from the page cache at a tenth of the rate of page-locked copies, and
+waits while the device copies from its slot."""
 
 Fill = Callable[[int, NDArray[Any]], object]
 """``fill(start, room)`` writes elements ``start`` to ``start + len(room)`` of a source into ``room``, on any thread."""
@@ -57,14 +54,10 @@ class Part:
     end: int
 
 
-_Slot = tuple[NDArray[np.uint8], int]
-"""Page-locked memory, and the stream of the copies from it."""
-
-
 class Staging:
-    """Threads that fill page-locked slots and have the device copy from them, each slot on a stream of its own.
+    """Threads that fill page-locked slots and have the device copy from them, each on a stream of its own.
 
-    While the device copies from some slots, others are filled. A context manager; leaving it frees everything.
+    While the device copies from one slot, others are filled. A context manager; leaving it frees everything.
 
     Parameters
     ----------
@@ -81,15 +74,14 @@ class Staging:
     def __init__(self, gpu: GpuBackend, nbytes: int) -> None:
         self._gpu = gpu
         self.slot_bytes: Final = max(min(nbytes, SLOT_BYTES), REGION_ALIGNMENT)
-        self._threads = min(THREADS, os.cpu_count() or 1, -(-nbytes // self.slot_bytes) or 1)
-        count = min(SLOTS * self._threads, -(-nbytes // self.slot_bytes) or 1)
+        threads = min(THREADS, os.cpu_count() or 1, -(-nbytes // self.slot_bytes) or 1)
         with ExitStack() as undo:
-            memory = gpu.alloc_host_pinned(self.slot_bytes * count)
+            memory = gpu.alloc_host_pinned(self.slot_bytes * threads)
             undo.callback(gpu.free_host_pinned, memory)
-            self._slots: list[_Slot] = []
-            for room in memory.array.reshape(count, self.slot_bytes):
-                self._slots.append((room, gpu.create_stream()))
-                undo.callback(gpu.destroy_stream, self._slots[-1][1])  # finishes its work first
+            self._lanes: list[tuple[NDArray[np.uint8], int]] = []
+            for slot in memory.array.reshape(threads, self.slot_bytes):
+                self._lanes.append((slot, gpu.create_stream()))
+                undo.callback(gpu.destroy_stream, self._lanes[-1][1])  # finishes its work first
             self._teardown = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -98,12 +90,12 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._slots.clear()  # nobody fills a slot that is freed
+        self._lanes.clear()  # nobody fills a slot that is freed
         self._teardown.close()
 
     def follow(self, turn: Turn) -> None:
         """Let what is sent from here on come after every use so far of what ``turn`` guards; the host goes on."""
-        for _, stream in self._slots:
+        for _, stream in self._lanes:
             turn.wait(stream)
 
     def send(self, transfers: Iterable[Transfer]) -> None:
@@ -116,13 +108,8 @@ class Staging:
         """
         jobs = _Jobs(pack(transfers, self.slot_bytes))
         threads = [
-            threading.Thread(
-                target=self._run,
-                args=(jobs, self._slots[number :: self._threads]),
-                name=f"metrale staging {number}",
-                daemon=True,
-            )
-            for number in range(self._threads)
+            threading.Thread(target=self._run, args=(jobs, *lane), name=f"metrale staging {number}", daemon=True)
+            for number, lane in enumerate(self._lanes)
         ]
         for thread in threads:
             thread.start()
@@ -135,27 +122,23 @@ class Staging:
                 thread.join()
             raise
         jobs.raise_first()
-        for _, stream in self._slots:
-            self._gpu.synchronize(stream)
 
-    def _run(self, jobs: _Jobs, slots: list[_Slot]) -> None:
+    def _run(self, jobs: _Jobs, slot: NDArray[np.uint8], stream: int) -> None:
         """Do jobs until there are none."""
-        turns = itertools.cycle(slots)
         for number, parts in jobs:
             try:
-                self._enqueue(parts, *next(turns))
+                self._send(parts, slot, stream)
             except BaseException as error:
                 jobs.failed(number, error)
 
-    def _enqueue(self, parts: list[Part], slot: NDArray[np.uint8], stream: int) -> None:
-        """Fill a slot, once the device has copied what it held before, and enqueue its copies."""
+    def _send(self, parts: list[Part], slot: NDArray[np.uint8], stream: int) -> None:
+        """Send what shares a slot. Nothing reads the slot any more on return; after an exception, nothing fills it."""
         self._gpu.bind_to_thread()  # the calls are cheaper then
-        self._gpu.synchronize(stream)
         for part in parts:
             room = slot[part.offset : part.end].view(dtypes.NUMPY[part.transfer.dtype])
             part.transfer.fill(part.start, room)
         for at, start, stop in runs(parts):
-            self._gpu.copy_h2d_async(slot[start:stop], at, stream)
+            self._gpu.copy_h2d_on_stream(slot[start:stop], at, stream)
 
 
 class _Jobs:

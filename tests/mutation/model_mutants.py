@@ -262,8 +262,7 @@ MODEL_MUTANTS: list[Mutant] = [
         "staging",
         "metrale.nllb.staging",
         ("tests/nllb/test_staging.py",),
-        ("        self._gpu.synchronize(stream)\n        for part", "        for part"),
-        ("            self._gpu.synchronize(stream)\n\n", "            pass\n\n"),
+        ("self._gpu.copy_h2d_on_stream(slot", "self._gpu.copy_h2d_async(slot"),
         ("fill(part.start, room)", "fill(0, room)"),
         ("transfer.at.offset(done * itemsize)", "transfer.at"),
         ("slot[part.offset : part.end]", "slot[: part.end - part.offset]"),
@@ -280,7 +279,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("if not self._gpu.event_query(event):", "if self._gpu.event_query(event):"),
         ("        self._gpu.record_event(self._events[self._next], stream)\n", ""),
         ("self._next = (self._next + 1) % len(self.slots)", "self._next = 0"),
-        ("undo.callback(gpu.destroy_stream, self._slots[-1][1])", "undo.callback(gpu.default_stream)"),
+        ("undo.callback(gpu.destroy_stream, self._lanes[-1][1])", "undo.callback(gpu.default_stream)"),
     ),
     *rules(
         "staging",

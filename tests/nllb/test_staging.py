@@ -162,14 +162,14 @@ def test_slots_are_filled_side_by_side(late: LateBackend, monkeypatch: pytest.Mo
     assert bytes_at(late, base, 64 * 4 * 16) == np.arange(64 * 16, dtype=np.int32).tobytes()
 
 
-@pytest.mark.parametrize(("nbytes", "slots"), [(0, 1), (1000, 1), (4 << 20, 1), (5 << 20, 2), (1 << 40, 16)])
+@pytest.mark.parametrize(("nbytes", "threads"), [(0, 1), (1000, 1), (8 << 20, 1), (9 << 20, 2), (1 << 40, 10)])
 def test_a_short_upload_takes_little_memory(
-    late: LateBackend, monkeypatch: pytest.MonkeyPatch, nbytes: int, slots: int
+    late: LateBackend, monkeypatch: pytest.MonkeyPatch, nbytes: int, threads: int
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     with Staging(late, nbytes):
-        assert late.pinned == [max(min(nbytes, staging.SLOT_BYTES), 256) * slots]
-        assert late.streams == slots
+        assert late.pinned == [max(min(nbytes, staging.SLOT_BYTES), 256) * threads]
+        assert late.streams == threads
 
 
 def test_what_lies_together_is_copied_at_once() -> None:
