@@ -135,7 +135,7 @@ def measure(folder: Path, device: str, dtype: str, runs: int) -> dict[str, Any]:
         model = metrale.load(folder, gpu, dtype, **LIMITS)
         shape, nbytes = model.shape, model.memory_plan().weights
         model.close()
-        device_weights.Staging = TimedStaging  # type: ignore[misc]
+        device_weights.Staging = TimedStaging  # type: ignore[attr-defined]
         copies, loads, sends = [], [], []
         for _ in range(runs):
             copies.append(copy_seconds(gpu, nbytes))
@@ -204,8 +204,9 @@ def main() -> int:
             report["cases"].append(case)
             report["problems"] += problems_of(case, on_gpu)
             print(
-                f"{stored} to {dtype}: {max(case['send_bytes_per_s']) / 1e9:.1f} GB/s at best, "
-                f"{case['share']:.2f} of page-locked copies, {case['share_with_setup']:.2f} with setup; RssAnon {case['whole']['rss_anon_peak_bytes']}",
+                f"{stored} to {dtype}: {max(case['send_bytes_per_s']) / 1e9:.1f} GB/s at best, {case['share']:.2f} of "
+                f"page-locked copies, {case['share_with_setup']:.2f} with setup; RssAnon "
+                f"{case['whole']['rss_anon_peak_bytes']}",
                 flush=True,
             )
     options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
