@@ -290,9 +290,7 @@ def _with_ids(config: Mapping[str, object], generation: Mapping[str, object]) ->
             found[key] = generation.get(key)
     if "decoder_start_token_id" in found and found["decoder_start_token_id"] is None:
         first = generation.get("bos_token_id")
-        if first is None:
-            first = config.get("bos_token_id", NllbConfig().bos_token_id)
-        found["decoder_start_token_id"] = first
+        found["decoder_start_token_id"] = config.get("bos_token_id") if first is None else first
     return found
 
 
@@ -368,6 +366,11 @@ def _read_generation(
     reader = FieldReader(fields, source, problems)
     last = model.vocab_size - 1
     default = GenerationDefaults()
+    bos = reader.optional_integer("bos_token_id", model.bos_token_id, 0, last)
+    # As in transformers: a file that does not say how a target starts, but how a text does, means that.
+    said = config if generation is None else generation
+    only_text = said.get("decoder_start_token_id") is None and said.get("bos_token_id") is not None
+    start = model.decoder_start_token_id if bos is None or not only_text else bos
     early_stopping: bool | str = "never"
     if fields.get("early_stopping") != "never":
         early_stopping = reader.boolean("early_stopping", False, also='"never"')
@@ -382,9 +385,9 @@ def _read_generation(
         repetition_penalty=reader.number("repetition_penalty", default.repetition_penalty, above=0.0),
         bad_words_ids=reader.integer_lists("bad_words_ids", 0, last),
         pad_token_id=reader.integer("pad_token_id", model.pad_token_id, 0, last),
-        bos_token_id=reader.optional_integer("bos_token_id", model.bos_token_id, 0, last),
+        bos_token_id=bos,
         eos_token_id=reader.integers("eos_token_id", model.eos_token_id, 0, last),
-        decoder_start_token_id=reader.integer("decoder_start_token_id", model.decoder_start_token_id, 0, last),
+        decoder_start_token_id=reader.integer("decoder_start_token_id", start, 0, last),
         forced_bos_token_id=reader.optional_integer("forced_bos_token_id", model.forced_bos_token_id, 0, last),
         forced_eos_token_id=reader.optional_integer("forced_eos_token_id", None, 0, last),
     )

@@ -177,6 +177,29 @@ def test_ids_that_config_json_leaves_null(
     assert (found.generation.eos_token_id, found.generation.decoder_start_token_id) == (eos, start)
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "start"),
+    [
+        ({}, {"bos_token_id": 9}, 9),
+        ({}, {"bos_token_id": 9, "decoder_start_token_id": None}, 9),
+        ({}, {"bos_token_id": None}, 2),
+        ({}, {}, 2),
+        ({}, {"bos_token_id": 9, "decoder_start_token_id": 7}, 7),
+        ({"decoder_start_token_id": 5}, {}, 5),
+        ({"bos_token_id": 8}, {}, 2),
+        ({"bos_token_id": 8}, None, 8),
+        ({"bos_token_id": 8, "decoder_start_token_id": 5}, None, 5),
+        ({}, None, 2),
+    ],
+    ids=str,
+)
+def test_a_target_starts_as_a_text_where_only_that_is_said(
+    config: dict[str, Any], generation: dict[str, Any] | None, start: int
+) -> None:
+    found = NllbConfig.from_dict({"model_type": "m2m_100"} | config, generation)
+    assert found.generation.decoder_start_token_id == start
+
+
 def test_a_start_that_nothing_names() -> None:
     assert problems(REAL | {"decoder_start_token_id": None, "bos_token_id": None}) == [
         "config.json: decoder_start_token_id: expected an integer from 0 to 256205, got null"
