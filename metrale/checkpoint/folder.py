@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
+from metrale.checkpoint import safetensors_file, torch_file
 from metrale.checkpoint.paths import require_folder
 from metrale.checkpoint.safetensors_file import SafetensorsFile
 from metrale.checkpoint.shards import open_shards
@@ -32,8 +33,8 @@ class Form:
 
 
 FORMS: Final = (
-    Form("model.safetensors", "model.safetensors.index.json", SafetensorsFile),
-    Form("pytorch_model.bin", "pytorch_model.bin.index.json", TorchFile),
+    Form(safetensors_file.SINGLE, safetensors_file.INDEX, SafetensorsFile),
+    Form(torch_file.SINGLE, torch_file.INDEX, TorchFile),
 )
 """In the order in which they are looked for."""
 

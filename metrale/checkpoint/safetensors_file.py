@@ -22,6 +22,9 @@ from metrale.checkpoint.paths import is_lfs_pointer, require_file
 from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
 from metrale.errors import CheckpointError
 
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
 _HEAD_BYTES = 64
 
 

@@ -23,6 +23,8 @@ from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
 from metrale.checkpoint.torch_pickle import ITEMSIZES, StoredTensor, read_state
 from metrale.errors import CheckpointError
 
+SINGLE: Final = "pytorch_model.bin"
+INDEX: Final = "pytorch_model.bin.index.json"
 MAX_PICKLE_BYTES: Final = 16 << 20
 """Largest ``data.pkl`` that is read; a tensor takes about 100 bytes of it."""
 EXPANDED_BYTES: Final = 64 << 20
