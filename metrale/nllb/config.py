@@ -67,7 +67,7 @@ CHANGING_KEYS: Mapping[str, str] = MappingProxyType(
 )
 """Keys that make another model of the same architecture when they are not null, and what is expected instead."""
 
-DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "float16": "f16", "bfloat16": "bf16"})
+DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"})
 
 _MODEL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id")
 
@@ -163,7 +163,7 @@ class NllbConfig:
     bos_token_id, forced_bos_token_id : int or None
     eos_token_id : tuple of int
     decoder_start_token_id : int
-    dtype : {"f32", "f16", "bf16"} or None
+    dtype : {"f32", "f16", "bf16", "f64"} or None
         What ``config.json`` says of the weights; None when it says nothing. The stored tensors are the truth.
     generation : GenerationDefaults
     """

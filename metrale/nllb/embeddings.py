@@ -31,7 +31,9 @@ STORED_NAMES: Final = (EMBEDDING, HEAD, DECODER_EMBEDDING, ENCODER_EMBEDDING)
 """Where a checkpoint may keep a matrix of these, in the order in which transformers looks for one that others share."""
 
 _COMPARE_BYTES: Final = 16 << 20
-_BITS: Final[Mapping[int, np.dtype[Any]]] = MappingProxyType({2: np.dtype(np.uint16), 4: np.dtype(np.uint32)})
+_BITS: Final[Mapping[int, np.dtype[Any]]] = MappingProxyType(
+    {2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+)
 
 
 class Tables(NamedTuple):

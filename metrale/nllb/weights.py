@@ -172,7 +172,7 @@ class WeightMap:
     shapes : mapping of str to tuple of int
         The shape of every canonical name.
     dtypes : frozenset of str
-        The dtypes in which they are stored, ``"f32"``, ``"f16"`` or ``"bf16"``; one checkpoint may mix them.
+        The dtypes in which they are stored, names of `metrale.checkpoint.FLOAT_DTYPES`; one checkpoint may mix them.
     tables : Tables
         Which of them are the matrices of embedding and head.
     """

@@ -16,6 +16,7 @@ from tests.parity.draw import Words
 
 SEED = 512_000
 MODELS = 40
+WEIGHTS = 200  # seed of the first model's weights
 LONGEST = 17  # ids of a source, its language and end included
 STEPS = 6
 
@@ -62,7 +63,7 @@ STARTS = (
 )
 ENDS = ("2", "several", "other", "null, given by generation")
 KEYS = ("all", "aliases", "aliases over stale keys", "no defaults")
-DTYPES = ("float32", "float16", "bfloat16", "mixed")
+DTYPES = ("float32", "float16", "bfloat16", "float64", "mixed")
 DTYPE_KEYS = ("dtype", "torch_dtype", "null", "none")
 NOISE: dict[str, Any] = {
     "dropout": 0.9,
@@ -243,7 +244,7 @@ def draw() -> list[Family]:
         found.append(
             Family(
                 name=f"{at}: {chosen['embeddings']}, {chosen['activation']}, {chosen['shape']}",
-                seed=at,
+                seed=WEIGHTS + at,
                 config=config,
                 stated=stated,
                 generation=generation,

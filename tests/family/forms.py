@@ -11,21 +11,10 @@ from typing import Any
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
+from tests.checkpoint.torch_files import write_bin, write_bin_shards
+
 Tensors = Mapping[str, npt.NDArray[Any]]
 SHARDS = 3
-
-
-def _shards(folder: Path, tensors: Tensors, stem: str, suffix: str, write: Callable[[Tensors, Path], None]) -> None:
-    """Deal the tensors out to `SHARDS` files, and write the index that says which has which."""
-    names = list(tensors)
-    placed: dict[str, str] = {}
-    for at in range(SHARDS):
-        file = f"{stem}-{at + 1:05}-of-{SHARDS:05}{suffix}"
-        part = {name: tensors[name] for name in names[at::SHARDS]}
-        write(part, folder / file)
-        placed |= dict.fromkeys(part, file)
-    index = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": placed}
-    (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def _safetensors(tensors: Tensors, path: Path) -> None:
@@ -37,12 +26,30 @@ def _one(folder: Path, tensors: Tensors) -> None:
 
 
 def _several(folder: Path, tensors: Tensors) -> None:
-    _shards(folder, tensors, "model", ".safetensors", _safetensors)
+    names = list(tensors)
+    placed: dict[str, str] = {}
+    for at in range(SHARDS):
+        file = f"model-{at + 1:05}-of-{SHARDS:05}.safetensors"
+        part = {name: tensors[name] for name in names[at::SHARDS]}
+        _safetensors(part, folder / file)
+        placed |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": placed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _bin(folder: Path, tensors: Tensors) -> None:
+    write_bin(folder / "pytorch_model.bin", tensors)
+
+
+def _bins(folder: Path, tensors: Tensors) -> None:
+    write_bin_shards(folder, tensors, SHARDS)
 
 
 FORMS: dict[str, Callable[[Path, Tensors], None]] = {
     "safetensors": _one,
     "safetensors, sharded": _several,
+    "bin": _bin,
+    "bin, sharded": _bins,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ SHARED = "model.shared.weight"
 ENCODER = "model.encoder.embed_tokens.weight"
 DECODER = "model.decoder.embed_tokens.weight"
 HEAD = "lm_head.weight"
+
+CASTS: dict[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
+    **{name: partial(np.asarray, dtype=dtype) for name, dtype in DTYPES.items()},
+    "float64": lambda x: x.astype(np.float64) * (1.0 + 2.0**-28),  # not what float32 has, and rounded when it is read
+}
+"""How float32 tensors are stored."""
 
 EXTRAS: Tensors = {
     "model.encoder.embed_positions.weights": np.full((3, 4), 9.0, np.float32),
@@ -103,7 +110,7 @@ class Family:
     extras : bool
         Whether `EXTRAS` are stored too.
     dtype : str
-        ``"float32"``, ``"float16"``, ``"bfloat16"``, or ``"mixed"``: all three, by turns.
+        A key of `CASTS`, or ``"mixed"``: all of them by turns.
     form : str
         A key of `tests.family.forms.FORMS`.
     feeds : list of Feed
@@ -129,8 +136,8 @@ class Family:
         layerless = self.config | {"encoder_layers": 0, "decoder_layers": 0}
         for name, number in EMBEDDINGS[self.embeddings].stored.items():
             found[name] = tiny_tensors(10_000 + 10 * self.seed + number, layerless)[SHARED]
-        kinds = list(DTYPES) if self.dtype == "mixed" else [self.dtype]
-        cast = {name: x.astype(DTYPES[kinds[at % len(kinds)]]) for at, (name, x) in enumerate(found.items())}
+        kinds = list(CASTS) if self.dtype == "mixed" else [self.dtype]
+        cast = {name: CASTS[kinds[at % len(kinds)]](x) for at, (name, x) in enumerate(found.items())}
         return {PREFIXES[self.prefix](name): x for name, x in (cast | (EXTRAS if self.extras else {})).items()}
 
     def source(self, feed: Feed) -> list[int]:

@@ -133,6 +133,7 @@ def test_activations(name: str, meaning: str) -> None:
     [
         ({"dtype": "bfloat16"}, "bf16"),
         ({"torch_dtype": "float16"}, "f16"),
+        ({"torch_dtype": "float64"}, "f64"),
         ({"dtype": "float16", "torch_dtype": "float32"}, "f16"),
         ({"dtype": None}, None),
         ({}, None),
@@ -332,7 +333,7 @@ def test_a_missing_model_type() -> None:
         ("eos_token_id", None, "or an array of them"),
         ("decoder_start_token_id", 2.5, "an integer from 0 to 256205"),
         ("forced_bos_token_id", 300000, "an integer from 0 to 256205, or null"),
-        ("torch_dtype", "float64", "one of float32, float16, bfloat16"),
+        ("torch_dtype", "int8", "one of float32, float16, bfloat16, float64"),
         ("num_beams", 0, "an integer from 1 to"),
         ("length_penalty", "1", "a finite number"),
     ],
