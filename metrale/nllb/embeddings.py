@@ -91,7 +91,7 @@ def find_tables(
     own it returns None.
     """
     given: dict[str, TensorInfo] = {name: stored.pop(name) for name in STORED_NAMES if name in stored}
-    used = _used(config, given)
+    used = _used(given)
     found = list(_problems(config, given, used))
     if found:
         problems += found
@@ -106,9 +106,9 @@ def find_tables(
     return FoundTables(Tables(*tables), sources)
 
 
-def _used(config: NllbConfig, given: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Return what is stored for each of the three, those left out for which nothing is."""
-    shared = next(iter(given.values()), None) if config.tie_word_embeddings else None
+def _used(given: Mapping[str, TensorInfo]) -> list[TensorInfo]:
+    """Return what is stored for each of the three, were they tied; nothing when nothing is."""
+    shared = next(iter(given.values()), None)
     return [info for info in (given.get(own, shared) for own in _OWN_NAMES) if info is not None]
 
 
