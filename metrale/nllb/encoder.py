@@ -39,12 +39,13 @@ class Encoder:
         stream : StreamLike
         """
         lengths = np.array([len(source) for source in sources])
+        ids, positions = np.concatenate(sources), np.concatenate([np.arange(length) for length in lengths])
         adapters = np.repeat([span.adapter for span in spans], lengths)
         table = self._workspace.tables["encoder"].upload(
             stream,
-            ids=np.concatenate(sources),
-            places=np.concatenate([self._places(source) for source in sources]),
-            positions=np.concatenate([np.arange(length) for length in lengths]),
+            ids=ids,
+            places=self._places(ids, positions),
+            positions=positions,
             spans=np.repeat(np.array([int(span.ptr) for span in spans], dtype=np.uint64), lengths),
             offsets=np.concatenate([[0], np.cumsum(lengths)]),
             adapters=adapters,
@@ -62,13 +63,15 @@ class Encoder:
         rows.norm(weights.encoder_norm)
         self._write_cross_kv(rows, table["spans"], table["positions"])
 
-    def _places(self, source: Sequence[int]) -> NDArray[np.int64]:
-        """Return the position that each id of a source is embedded at: among those that are not padding.
+    def _places(self, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the position that each id is embedded at: among those of its source that are not padding.
 
         A padding id inside a text is read like any other, but it has no position, and the next one takes its place.
         """
-        counted = np.cumsum(np.asarray(source) != self._shape.config.pad_token_id)
-        places: NDArray[np.int64] = np.maximum(counted - 1, 0)
+        padding = (ids == self._shape.config.pad_token_id).astype(np.int64)
+        skipped = np.cumsum(padding) - padding  # before each id, in all sources together
+        first = np.arange(len(ids)) - positions  # where each id's source begins
+        places: NDArray[np.int64] = positions - (skipped - skipped[first])
         return places
 
     def _attend(self, rows: Rows, offsets: DevicePtr, sequences: int, longest: int) -> None:
