@@ -102,9 +102,10 @@ def view(array: NDArray[Any], storage: Storage | None = None) -> Tensor:
 
 
 class Pickle:
-    """Writes a pickle as protocol 2 does, with a memo for what comes again, as PyTorch's pickles have it."""
+    """Writes a pickle as protocol 2 does; with ``memo``, what comes again is taken from it, as in PyTorch's pickles."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, memo: bool = True) -> None:
+        self._remembers = memo
         self._parts: list[bytes] = [b"\x80\x02"]
         self._memo: dict[object, int] = {}
         self.storages: dict[str, NDArray[Any]] = {}
@@ -162,6 +163,9 @@ class Pickle:
     def _once(self, value: object, opcodes: bytes) -> None:
         if value in self._memo:
             self._parts.append(b"j" + struct.pack("<I", self._memo[value]))
+            return
+        if not self._remembers:
+            self._parts.append(opcodes)
             return
         self._memo[value] = len(self._memo)
         self._parts.append(opcodes + b"r" + struct.pack("<I", self._memo[value]))
