@@ -8,6 +8,7 @@ rest.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -323,3 +324,28 @@ def write_bin_shards(folder: Path, tensors: Mapping[str, Any], count: int = 2) -
         placed.update(dict.fromkeys(part, name))
     index = {"metadata": {"total_size": 1}, "weight_map": placed}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def write_sparse_bin(path: Path, tensors: Mapping[str, Any], hole: Storage) -> None:
+    """Write a file in which a large storage, of as many elements as ``hole`` claims, is a hole: zeros without room.
+
+    `zipfile` writes the header before the hole, and the list of entries behind it.
+    """
+    data, storages = pickled(tensors)
+    key = next(key for key, values in storages.items() if values is hole.values)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        for other, values in storages.items():
+            if other != key:
+                archive.writestr(f"archive/data/{other}", values.tobytes())
+        info = zipfile.ZipInfo(f"archive/data/{key}")
+        assert hole.claimed is not None
+        info.file_size = info.compress_size = hole.claimed * hole.values.itemsize
+        info.CRC = 0
+        assert archive.fp is not None
+        info.header_offset = archive.fp.tell()
+        archive.fp.write(info.FileHeader(zip64=False))
+        archive.fp.seek(info.file_size, os.SEEK_CUR)
+        archive.filelist.append(info)
+        archive.start_dir = archive.fp.tell()
+        archive.writestr("archive/version", b"3\n")

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -23,8 +25,9 @@ from metrale.checkpoint import FLOAT_DTYPES, convert, open_checkpoint
 from metrale.cli import main
 from metrale.cli.console import Console
 from metrale.nllb.weights import EMBEDDING, TIED_NAMES
-from tests.checkpoint.torch_files import view, write_bin
-from tests.reference.tiny import tiny_config, tiny_tensors, write_tiny
+from tests.checkpoint.torch_files import Storage, Tensor, view, write_bin, write_sparse_bin
+from tests.cli.process import ROOT
+from tests.reference.tiny import tensor_shapes, tiny_config, tiny_tensors, write_tiny
 
 Arrays = dict[str, NDArray[Any]]
 OTHERS = ("README.md", "LICENSE", "sentencepiece.bpe.model", "tokenizer_config.json", "chat_template.jinja")
@@ -312,3 +315,40 @@ def test_a_bar_of_bytes(tmp_path: Path, source: Path, monkeypatch: pytest.Monkey
     assert sum(counts) == total
     assert run(source, tmp_path / "again", "--no-progress") == 0
     assert len(drawn) == 1
+
+
+CHILD = """
+import resource, sys
+from metrale.cli import main
+
+def status(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":"))
+
+resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(main(["convert", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is limited by Linux's RLIMIT_DATA")
+@pytest.mark.parametrize("limit", [100 << 20, 20 << 20])
+def test_memory_does_not_grow_with_the_model(tmp_path: Path, limit: int) -> None:
+    """An embedding of 300 MiB, nearly all of it a hole in the file; a limit below a few chunks is noticed."""
+    rows, width = 76_800, 1024
+    overrides = {"d_model": width, "vocab_size": rows, "encoder_layers": 1, "decoder_layers": 1}
+    config = tiny_config(**overrides)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    one = Storage(np.zeros(1, np.float32))
+    tensors = {name: Tensor(one, shape, [0] * len(shape)) for name, shape in tensor_shapes(config)}
+    hole = Storage(np.zeros(0, np.float32), claimed=rows * width)
+    tensors[EMBEDDING] = Tensor(hole, (rows, width), (width, 1))
+    write_sparse_bin(tmp_path / "pytorch_model.bin", tensors, hole)
+    command = [sys.executable, "-c", CHILD, str(limit), str(tmp_path), str(tmp_path / "target"), "--dtype", "float16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    if limit == 20 << 20:
+        assert (done.returncode, "out of memory" in done.stderr) == (3, True)
+        assert not list(tmp_path.glob("*target*"))
+        return
+    assert done.returncode == 0, done.stderr
+    with open_checkpoint(tmp_path / "target") as checkpoint:
+        assert checkpoint.tensors[EMBEDDING].shape == (rows, width)
