@@ -32,7 +32,7 @@ class Flat:
 
 
 def expected(flat: Flat, view: Strided) -> NDArray[Any]:
-    steps = [4 * stride for stride in view.strides]
+    steps = [4 * stride if extent > 1 else 0 for extent, stride in zip(view.shape, view.strides, strict=True)]
     return as_strided(flat.values[view.offset :], view.shape, steps, writeable=False)
 
 
@@ -46,6 +46,7 @@ VIEWS = {
     "one element": Strided(7, (5, 3), (0, 0)),
     "overlapping windows": Strided(0, (20, 8), (1, 1)),
     "ones with strides of no matter": Strided(4, (1, 6, 1), (999, 1, 1 << 62)),
+    "a one with a huge stride": Strided(4, (1, 3, 2), (1 << 62, 2, 9)),
     "far apart": Strided(0, (3, 3), (30, 14)),
     "to the last element": Strided(98, (2, 1), (1, 50)),
 }
@@ -57,12 +58,26 @@ def test_every_range_of_rows_is_what_numpy_has(name: str, gap: int, monkeypatch:
     monkeypatch.setattr(strided, "_GAP_BYTES", gap)
     view, flat = VIEWS[name], Flat(100)
     assert view.problem(100) is None
-    whole = expected(flat, view) if name != "ones with strides of no matter" else flat.values[4:10].reshape(1, 6, 1)
+    whole = expected(flat, view)
     for start in range(view.shape[0] + 1):
         for stop in range(start, view.shape[0] + 1):
             rows = read_rows(view, start, stop, F32, flat.read)
             assert rows.flags.c_contiguous
             np.testing.assert_array_equal(rows, whole[start:stop], strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "at_once"), [("contiguous", True), ("ones with strides of no matter", True), ("transposed", False)]
+)
+def test_what_is_contiguous_is_read_straight_into_the_result(name: str, at_once: bool) -> None:
+    flat, into = Flat(100), []
+
+    def read(first: int, out: NDArray[Any]) -> None:
+        into.append(out)
+        flat.read(first, out)
+
+    rows = read_rows(VIEWS[name], 0, VIEWS[name].shape[0], F32, read)
+    assert [np.shares_memory(rows, out) for out in into] == [at_once]
 
 
 def test_random_views(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +109,9 @@ def test_what_is_read_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     flat.runs.clear()
     read_rows(Strided(0, (200, 200), (200, 1)), 50, 150, F32, flat.read)
     assert flat.runs == [(10_000, 20_000)]  # rows of a contiguous one are one run
+    flat.runs.clear()
+    read_rows(Strided(0, (2, 64), (10_000, 1)), 0, 2, F32, flat.read)
+    assert flat.runs == [(0, 64), (10_000, 64)]  # halved where the elements are far apart
     flat.runs.clear()
     read_rows(Strided(9, (100, 100), (0, 0)), 0, 100, F32, flat.read)
     assert flat.runs == [(9, 1)]
@@ -130,6 +148,7 @@ def test_views_that_are_refused(name: str) -> None:
         Strided(99, (), ()),
         Strided(99, (1, 1), (BIG, BIG)),
         Strided(100, (0, 5), (5, 1)),
+        Strided(500, (3, 0), (5, 1)),
         Strided(0, (1 << 40, 4), (0, 1)),
         Strided(0, (1,) * MAX_DIMENSIONS, (1,) * MAX_DIMENSIONS),
     ],

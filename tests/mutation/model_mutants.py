@@ -9,6 +9,7 @@ Those of what serves many sequences at once are in `tests.mutation.serving_mutan
 from __future__ import annotations
 
 from tests.mutation.adapter_mutants import ADAPTER_MUTANTS
+from tests.mutation.checkpoint_mutants import CHECKPOINT_MUTANTS
 from tests.mutation.engine_mutants import ENGINE_MUTANTS
 from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
@@ -298,5 +299,6 @@ MODEL_MUTANTS: list[Mutant] = [
     *SERVING_MUTANTS,
     *SEARCH_MUTANTS,
     *ADAPTER_MUTANTS,
+    *CHECKPOINT_MUTANTS,
     *ENGINE_MUTANTS,
 ]
