@@ -8,6 +8,7 @@ rest.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,9 +103,10 @@ def view(array: NDArray[Any], storage: Storage | None = None) -> Tensor:
 
 
 class Pickle:
-    """Writes a pickle as protocol 2 does, with a memo for what comes again, as PyTorch's pickles have it."""
+    """Writes a pickle as protocol 2 does; with ``memo``, what comes again is taken from it, as in PyTorch's pickles."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, memo: bool = True) -> None:
+        self._remembers = memo
         self._parts: list[bytes] = [b"\x80\x02"]
         self._memo: dict[object, int] = {}
         self.storages: dict[str, NDArray[Any]] = {}
@@ -162,6 +164,9 @@ class Pickle:
     def _once(self, value: object, opcodes: bytes) -> None:
         if value in self._memo:
             self._parts.append(b"j" + struct.pack("<I", self._memo[value]))
+            return
+        if not self._remembers:
+            self._parts.append(opcodes)
             return
         self._memo[value] = len(self._memo)
         self._parts.append(opcodes + b"r" + struct.pack("<I", self._memo[value]))
@@ -319,3 +324,28 @@ def write_bin_shards(folder: Path, tensors: Mapping[str, Any], count: int = 2) -
         placed.update(dict.fromkeys(part, name))
     index = {"metadata": {"total_size": 1}, "weight_map": placed}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def write_sparse_bin(path: Path, tensors: Mapping[str, Any], hole: Storage) -> None:
+    """Write a file in which a large storage, of as many elements as ``hole`` claims, is a hole: zeros without room.
+
+    `zipfile` writes the header before the hole, and the list of entries behind it.
+    """
+    data, storages = pickled(tensors)
+    key = next(key for key, values in storages.items() if values is hole.values)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        for other, values in storages.items():
+            if other != key:
+                archive.writestr(f"archive/data/{other}", values.tobytes())
+        info = zipfile.ZipInfo(f"archive/data/{key}")
+        assert hole.claimed is not None
+        info.file_size = info.compress_size = hole.claimed * hole.values.itemsize
+        info.CRC = 0
+        assert archive.fp is not None
+        info.header_offset = archive.fp.tell()
+        archive.fp.write(info.FileHeader(zip64=False))
+        archive.fp.seek(info.file_size, os.SEEK_CUR)
+        archive.filelist.append(info)
+        archive.start_dir = archive.fp.tell()
+        archive.writestr("archive/version", b"3\n")

@@ -9,6 +9,7 @@ the order of work in `tests.mutation.order_mutants`.
 from __future__ import annotations
 
 from tests.mutation.adapter_mutants import ADAPTER_MUTANTS
+from tests.mutation.checkpoint_mutants import CHECKPOINT_MUTANTS
 from tests.mutation.engine_mutants import ENGINE_MUTANTS
 from tests.mutation.family_mutants import FAMILY_MUTANTS
 from tests.mutation.mutant import Mutant
@@ -299,6 +300,7 @@ MODEL_MUTANTS: list[Mutant] = [
     *SERVING_MUTANTS,
     *SEARCH_MUTANTS,
     *ADAPTER_MUTANTS,
+    *CHECKPOINT_MUTANTS,
     *ENGINE_MUTANTS,
     *FAMILY_MUTANTS,
 ]
