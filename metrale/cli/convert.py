@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(source))
         weights = match_weights(NllbConfig.from_dir(source), checkpoint)
-        wanted = dict.fromkeys(weights.sources.values())  # of tied matrices, one
+        wanted = weights.needed
         shards = plan_shards(
             [info for name, info in checkpoint.tensors.items() if name in wanted], dtype, args.shard_size
         )

@@ -71,10 +71,13 @@ class FoundTables(NamedTuple):
     tables : Tables
     sources : dict of str to TensorInfo
         What is stored for each of ``tables.names``.
+    needed : tuple of str
+        The stored names without which it would be another model.
     """
 
     tables: Tables
     sources: dict[str, TensorInfo]
+    needed: tuple[str, ...]
 
     @property
     def vocab_size(self) -> int:
@@ -91,11 +94,13 @@ def find_tables(
     own it returns None.
     """
     given: dict[str, TensorInfo] = {name: stored.pop(name) for name in STORED_NAMES if name in stored}
-    used = _used(given)
-    found = list(_problems(config, given, used))
+    if not config.tie_word_embeddings:
+        given.pop(EMBEDDING, None)  # nothing reads it
+    found = list(_problems(config, given))
     if found:
         problems += found
         return None
+    used = _used(config, checkpoint, given)
     tables: list[str] = []
     sources: dict[str, TensorInfo] = {}
     for own, info in zip(_OWN_NAMES, used, strict=True):
@@ -103,24 +108,27 @@ def find_tables(
         name = equal or (own if sources else EMBEDDING)
         sources.setdefault(name, info)
         tables.append(name)
-    return FoundTables(Tables(*tables), sources)
+    return FoundTables(Tables(*tables), sources, tuple(dict.fromkeys(info.name for info in used)))
 
 
-def _used(given: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Return what is stored for each of the three, were they tied; nothing when nothing is."""
-    shared = next(iter(given.values()), None)
-    return [info for info in (given.get(own, shared) for own in _OWN_NAMES) if info is not None]
+def _used(config: NllbConfig, checkpoint: Checkpoint, given: Mapping[str, TensorInfo]) -> list[TensorInfo]:
+    """Return what is stored for each of the three: the shared one where there is no other, or only a copy of it."""
+    if not config.tie_word_embeddings:
+        return [given[own] for own in _OWN_NAMES]
+    shared = next(iter(given.values()))
+    own_or_shared = [given.get(own, shared) for own in _OWN_NAMES]
+    return [shared if _same(checkpoint, info, shared) else info for info in own_or_shared]
 
 
-def _problems(config: NllbConfig, given: Mapping[str, TensorInfo], used: list[TensorInfo]) -> Iterator[str]:
-    if not used and config.tie_word_embeddings:
+def _problems(config: NllbConfig, given: Mapping[str, TensorInfo]) -> Iterator[str]:
+    if config.tie_word_embeddings and not given:
         yield f"missing tensor {EMBEDDING!r} (it may also be named {', '.join(STORED_NAMES[1:])})"
     elif not config.tie_word_embeddings:
         for own in _OWN_NAMES:
             if own not in given:
                 yield f"missing tensor {own!r} (tie_word_embeddings is false, so no other matrix stands for it)"
     faulty = False
-    for info in dict.fromkeys(used):
+    for info in given.values():
         if len(info.shape) != 2 or info.shape[1] != config.d_model:
             faulty = True
             yield (
@@ -129,12 +137,13 @@ def _problems(config: NllbConfig, given: Mapping[str, TensorInfo], used: list[Te
             )
         if info.dtype not in FLOAT_DTYPES:
             yield f"tensor {info.name!r}: dtype {info.dtype}, expected one of {', '.join(FLOAT_DTYPES)}"
-    if faulty or not used:
+    if faulty or not given:
         return
-    first, most = used[0], max(config.special_ids)
+    first, *others = given.values()
+    most = max(config.special_ids)
     if first.rows <= most:
         yield f"tensor {first.name!r}: {first.rows} rows, none for the special id {most}"
-    for info in dict.fromkeys(used[1:]):
+    for info in others:
         if info.rows != first.rows:
             yield f"tensor {info.name!r}: {info.rows} rows, expected {first.rows} as {first.name!r} has"
 

@@ -175,13 +175,17 @@ class WeightMap:
         The dtypes in which they are stored, names of `metrale.checkpoint.FLOAT_DTYPES`; one checkpoint may mix them.
     tables : Tables
         Which of them are the matrices of embedding and head.
+    needed : frozenset of str
+        The stored names that make the same model again: those of ``sources``, and matrices equal to one of them that
+        the checkpoint has to name.
     """
 
     vocab_size: int
     sources: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: frozenset[str]
-    tables: Tables = TIED
+    tables: Tables
+    needed: frozenset[str]
 
 
 def match_weights(config: NllbConfig, checkpoint: Checkpoint) -> WeightMap:
@@ -218,7 +222,8 @@ def match_weights(config: NllbConfig, checkpoint: Checkpoint) -> WeightMap:
     if problems:
         raise CheckpointError(checkpoint.path, problems)
     dtypes = frozenset(checkpoint.tensors[name].dtype for name in sources.values())
-    return WeightMap(vocab_size, MappingProxyType(sources), MappingProxyType(expected), dtypes, tables)
+    needed = frozenset((*sources.values(), *(found.needed if found else ())))
+    return WeightMap(vocab_size, MappingProxyType(sources), MappingProxyType(expected), dtypes, tables, needed)
 
 
 def _by_canonical_name(checkpoint: Checkpoint, problems: list[str]) -> dict[str, TensorInfo]:

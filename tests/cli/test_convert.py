@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 from metrale.checkpoint import FLOAT_DTYPES, convert, open_checkpoint
 from metrale.cli import main
 from metrale.cli.console import Console
-from metrale.nllb.weights import EMBEDDING, TIED_NAMES
+from metrale.nllb.embeddings import EMBEDDING, STORED_NAMES
 from tests.checkpoint.torch_files import Storage, Tensor, view, write_bin, write_sparse_bin
 from tests.cli.process import ROOT
 from tests.reference.tiny import tensor_shapes, tiny_config, tiny_tensors, write_tiny
@@ -161,11 +161,12 @@ def test_tied_matrices_are_stored_once(tmp_path: Path, source: Path, capsys: pyt
     arrays = make_bin(source)
     shared = view(arrays[EMBEDDING])
     write_bin(
-        source / "pytorch_model.bin", {**arrays, **dict.fromkeys(TIED_NAMES, shared), "final_logits_bias": np.zeros(3)}
+        source / "pytorch_model.bin",
+        {**arrays, **dict.fromkeys(STORED_NAMES, shared), "final_logits_bias": np.zeros(3)},
     )
     assert run(source, tmp_path / "target", "--json") == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["left_out"] == sorted({"final_logits_bias", *TIED_NAMES} - {EMBEDDING})
+    assert report["left_out"] == sorted({"final_logits_bias", *STORED_NAMES} - {EMBEDDING})
     assert read(tmp_path / "target").keys() == arrays.keys()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend
+from metrale.cli import main
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.device_weights import regions, weight_layout
 from metrale.nllb.limits import ModelShape, ServingLimits
@@ -22,6 +23,7 @@ from tests.family.draw import COVERED, DIMENSIONS, MODELS, STEPS, choices, draw
 from tests.family.official import OFFICIAL, grouped, weight_bytes
 from tests.family.ours import logits
 from tests.family.recorded import FILE, OFFICIAL_FILE, TOLERANCE, digest, recorded, worst
+from tests.family.specs import EMBEDDINGS
 
 DRAWN = draw()
 RECORDED_OFFICIAL = json.loads(OFFICIAL_FILE.read_text(encoding="utf-8"))["models"]
@@ -56,6 +58,13 @@ def test_the_record_is_small_and_of_this_draw() -> None:
 def test_the_logits_are_transformers(one: Any, gpu: GpuBackend, tmp_path: Path) -> None:
     found = digest(logits(one, one.write(tmp_path), gpu))
     assert worst(found, recorded()[one.name]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("embeddings", EMBEDDINGS)
+def test_what_metrale_convert_writes_is_the_same_model(embeddings: str, tmp_path: Path) -> None:
+    one = next(one for one in DRAWN if one.embeddings == embeddings)
+    assert main(["convert", str(one.write(tmp_path / "first")), str(tmp_path / "second"), "--quiet"]) == 0
+    assert worst(digest(logits(one, tmp_path / "second", "host")), recorded()[one.name]) <= TOLERANCE
 
 
 def test_a_difference_would_be_seen() -> None:

@@ -42,6 +42,12 @@ CONFIG = NllbConfig(
     decoder_ffn_dim=5,
 )
 UNTIED = replace(CONFIG, tie_word_embeddings=False)
+WAYS_TO_BE_EQUAL = [
+    values
+    for values in itertools.product(range(4), repeat=4)
+    if all(value <= max(values[:at], default=-1) + 1 for at, value in enumerate(values))
+]
+"""Four matrices, equal numbers for equal ones: all 15 ways, each once."""
 OWN = {"encoder": ENCODER_EMBEDDING, "decoder": DECODER_EMBEDDING, "head": HEAD}
 
 
@@ -76,7 +82,8 @@ def test_equal_matrices_are_one_under_whatever_names(tmp_path: Path, names: tupl
     table = np.arange(48, dtype=np.float32).reshape(12, 4)
     found = match(tmp_path, {name: table.copy() for name in names})
     assert found.tables == TIED
-    assert found.sources[EMBEDDING] in names
+    assert found.sources[EMBEDDING] == names[0]
+    assert found.needed & set(STORED_NAMES) == {names[0]}
     assert set(found.sources) == set(found.shapes) == set(canonical_shapes(CONFIG))
 
 
@@ -146,9 +153,29 @@ def test_all_have_the_rows_of_the_first(tmp_path: Path) -> None:
     ]
     tables[HEAD] = np.zeros((13, 4), np.float32)
     assert problems(tmp_path, tables) == [
-        f"tensor {DECODER_EMBEDDING!r}: 11 rows, expected 12 as {ENCODER_EMBEDDING!r} has",
-        f"tensor 'lm_head.weight': 13 rows, expected 12 as {ENCODER_EMBEDDING!r} has",
+        f"tensor 'lm_head.weight': 13 rows, expected 12 as {EMBEDDING!r} has",
+        f"tensor {DECODER_EMBEDDING!r}: 11 rows, expected 12 as {EMBEDDING!r} has",
     ]
+
+
+def test_nothing_reads_a_shared_matrix_without_ties(tmp_path: Path) -> None:
+    tables = different(STORED_NAMES) | {EMBEDDING: np.zeros((3, 2), np.int8)}
+    assert stored(match(tmp_path, tables, UNTIED)) == OWN
+
+
+@pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("values", WAYS_TO_BE_EQUAL, ids=str)
+def test_what_is_needed_makes_the_same_model_again(tmp_path: Path, config: NllbConfig, values: tuple[int, ...]) -> None:
+    tables = {name: np.full((12, 4), value, np.float32) for name, value in zip(STORED_NAMES, values, strict=True)}
+    for left_out in ((), (EMBEDDING,), *(((name,) for name in OWN.values()) if config is CONFIG else ())):
+        given = {name: table for name, table in tables.items() if name not in left_out}
+        found = match(tmp_path, given, config)
+        needed = {name: table for name, table in given.items() if name in found.needed}
+        again = match(tmp_path, needed, config)
+        assert again.tables == found.tables
+        assert again.needed <= found.needed
+        first, second = ([given[one.sources[name]][0, 0] for name in one.tables] for one in (found, again))
+        assert first == second
 
 
 def test_a_matrix_of_a_dtype_that_cannot_be_read(tmp_path: Path) -> None:

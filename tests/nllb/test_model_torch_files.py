@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 import metrale
-from metrale.nllb.weights import EMBEDDING, TIED_NAMES
+from metrale.nllb.embeddings import EMBEDDING, STORED_NAMES
 from tests.checkpoint.torch_files import Storage, Tensor, view, write_bin, write_bin_shards
 from tests.nllb.decoding import DEMO, GOLDEN, greedy_together
 
@@ -24,7 +24,7 @@ Arrays = dict[str, NDArray[Any]]
 def single(folder: Path, arrays: Arrays) -> None:
     """As it is, with the tied matrices and what transformers leaves aside, as the official files have them."""
     shared = view(arrays[EMBEDDING])
-    tied = dict.fromkeys(TIED_NAMES, shared)
+    tied = dict.fromkeys(STORED_NAMES, shared)
     positions = {"model.encoder.embed_positions.weights": np.zeros((5, 256), np.float32)}
     write_bin(folder / "pytorch_model.bin", {**arrays, **tied, **positions, "epoch": 7})
 
