@@ -25,7 +25,7 @@ from metrale.errors import CheckpointError
 
 SINGLE: Final = "pytorch_model.bin"
 INDEX: Final = "pytorch_model.bin.index.json"
-MAX_PICKLE_BYTES: Final = 8 << 20
+MAX_PICKLE_BYTES: Final = 4 << 20
 """Largest ``data.pkl`` that is read; a tensor takes about 100 bytes of it."""
 EXPANDED_BYTES: Final = 64 << 20
 """A view that repeats elements may be larger than its file, but only up to this."""
