@@ -222,3 +222,12 @@ def test_places_beyond_four_gib(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path) as checkpoint:
         np.testing.assert_array_equal(checkpoint.read_rows("last", 0, 6), last)
         assert not checkpoint.read_rows("hole", rows - 2, rows).any()
+
+
+def test_reads_that_come_in_pieces(tmp_path: Path, arrays: Arrays, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may read less than it is asked for, as it does of more than 2 GiB."""
+    whole = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, position: whole(fd, [buffers[0][:7]], position))
+    write_bin(tmp_path / BIN, arrays)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert bits(checkpoint.read_rows("d", 0, 7)) == bits(arrays["d"])
