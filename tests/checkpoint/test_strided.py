@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from metrale.checkpoint import strided
-from metrale.checkpoint.strided import MAX_DIMENSIONS, Strided, read_rows
+from metrale.checkpoint.strided import MAX_DIMENSIONS, ReadRun, Strided
 
 F32 = np.dtype(np.float32)
 
@@ -29,6 +30,13 @@ class Flat:
         assert 0 <= first <= first + len(out) <= len(self.values)
         self.runs.append((first, len(out)))
         out[:] = self.values[first : first + len(out)]
+
+
+def read_rows(view: Strided, start: int, stop: int, dtype: np.dtype[Any], run: ReadRun) -> NDArray[Any]:
+    """Read whole rows; a scalar is one."""
+    out: NDArray[Any] = np.empty((stop - start, *view.shape[1:]) if view.shape else (), dtype)
+    strided.read(view, start * math.prod(view.shape[1:]), out.reshape(-1), run)
+    return out
 
 
 def expected(flat: Flat, view: Strided) -> NDArray[Any]:
@@ -64,6 +72,20 @@ def test_every_range_of_rows_is_what_numpy_has(name: str, gap: int, monkeypatch:
             rows = read_rows(view, start, stop, F32, flat.read)
             assert rows.flags.c_contiguous
             np.testing.assert_array_equal(rows, whole[start:stop], strict=True)
+
+
+@pytest.mark.parametrize("gap", [0, 40, 1 << 20])
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_range_of_elements(name: str, gap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges begin and end in the middle of rows, at every depth."""
+    monkeypatch.setattr(strided, "_GAP_BYTES", gap)
+    view, flat = VIEWS[name], Flat(100)
+    whole = expected(flat, view).reshape(-1)
+    for start in range(len(whole) + 1):
+        for stop in range(start, len(whole) + 1, 1 if len(whole) < 40 else 7):
+            out = np.empty(stop - start, F32)
+            strided.read(view, start, out, flat.read)
+            np.testing.assert_array_equal(out, whole[start:stop])
 
 
 @pytest.mark.parametrize(

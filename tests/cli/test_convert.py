@@ -234,6 +234,8 @@ def test_a_target_that_is_there(tmp_path: Path, source: Path, capsys: pytest.Cap
     assert run(source, "") == 2
     errors = capsys.readouterr().err
     assert "full has files in it" in errors
+    for name in ("file", "link", "dangling"):
+        assert f"DST: expected a new folder, {tmp_path / name} is none" in errors
     assert "DST: expected a new folder, got ''" in errors
     assert beside(source) == before
     (tmp_path / "empty").mkdir()
