@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from cupy.cuda import driver
-
 from gpu_runtime import checks
 from gpu_runtime.backend import NULL
 from gpu_runtime.cuda.blas import Blas
@@ -136,7 +134,7 @@ class CudaBackend(MemoryCalls):
                 packed.enqueue(on, packed.params, 0)
                 return
             except CUDA_ERRORS as error:
-                if driver.ctxGetCurrent() == self._context.handle:
+                if self._context.is_current():
                     raise failure(f"launch {handle.name}", (grid, block, shared_mem), error) from None
                 # Refused because our context is not current on this thread, which the long way sees to.
         self._launch_checked(handle, grid, block, shared_mem, stream, args, cooperative, programmatic)

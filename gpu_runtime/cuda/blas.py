@@ -288,7 +288,7 @@ class Blas:
 
     def enqueue(self, prepared: Prepared, stream: int) -> None:
         """Enqueue a prepared product."""
-        if driver.ctxGetCurrent() != self._context.handle:
+        if not self._context.is_current():
             with self._context.current():
                 self.enqueue(prepared, stream)
             return

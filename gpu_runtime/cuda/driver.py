@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -10,13 +11,14 @@ from typing import Any, Final, TypeVar
 from cuda.bindings import driver as bindings
 from cupy.cuda import driver, runtime
 
+from gpu_runtime.cuda import DRIVER
 from gpu_runtime.errors import DeviceError
 
 Result = TypeVar("Result")
 
 CUDA_ERRORS: Final = (runtime.CUDARuntimeError, driver.CUDADriverError)
 
-_RELAXED: Final = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_RELAXED: Final = int(bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
 NOT_READY: Final = 600
 """``cudaErrorNotReady``: what a query says of work that has not been reached."""
@@ -56,6 +58,32 @@ def attempt_binding(function: Callable[..., tuple[Any, ...]], *arguments: Any) -
     return results[0] if len(results) == 1 else tuple(results)
 
 
+class Quick:
+    """Two calls of the driver that take less time than giving up the GIL, and getting it back from other threads, does.
+
+    CuPy and ``cuda.bindings`` give it up for every call; these keep it.
+    """
+
+    def __init__(self) -> None:
+        library = ctypes.PyDLL(DRIVER)
+        self._get, self._exchange = library.cuCtxGetCurrent, library.cuThreadExchangeStreamCaptureMode
+        self._get.argtypes = self._exchange.argtypes = [ctypes.c_void_p]
+
+    def current(self) -> int:
+        """Return the calling thread's context, 0 when there is none."""
+        found = ctypes.c_void_p()
+        if self._get(ctypes.byref(found)):
+            return int(attempt(driver.ctxGetCurrent))  # says what is wrong
+        return found.value or 0
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set the calling thread's capture mode and return what it was."""
+        cell = ctypes.c_int(mode)
+        if self._exchange(ctypes.byref(cell)):
+            return int(attempt_binding(bindings.cuThreadExchangeStreamCaptureMode, bindings.CUstreamCaptureMode(mode)))
+        return cell.value
+
+
 class Context:
     """A device's primary context, made current around each call and put back to what was current before.
 
@@ -66,13 +94,18 @@ class Context:
 
     def __init__(self, device: int) -> None:
         attempt_binding(bindings.cuInit, 0)
+        self._quick = Quick()
         self.device = device
         self.handle = int(attempt_binding(bindings.cuDevicePrimaryCtxRetain, device))
+
+    def is_current(self) -> bool:
+        """Return whether the context is current on the calling thread."""
+        return self._quick.current() == self.handle
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make the context current inside a ``with`` block."""
-        before = attempt(driver.ctxGetCurrent)
+        before = self._quick.current()
         if before == self.handle:
             yield
             return
@@ -84,11 +117,8 @@ class Context:
 
     def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Make one call in this context. Raises as `attempt` does."""
-        try:
-            if driver.ctxGetCurrent() == self.handle:
-                return function(*arguments)
-        except CUDA_ERRORS as error:
-            raise failure(_name(function), arguments, error) from None
+        if self.is_current():
+            return attempt(function, *arguments)
         with self.current():
             return attempt(function, *arguments)
 
@@ -104,11 +134,11 @@ class Context:
         Such a capture, on any thread, is spoilt by calls such as ``cudaMalloc`` and ``cudaEventQuery``, unless the
         calling thread has said that it knows what it does.
         """
-        before = attempt_binding(bindings.cuThreadExchangeStreamCaptureMode, _RELAXED)
+        before = self._quick.exchange_capture_mode(_RELAXED)
         try:
             yield
         finally:
-            attempt_binding(bindings.cuThreadExchangeStreamCaptureMode, before)
+            self._quick.exchange_capture_mode(before)
 
     def use(self) -> None:
         """Make the context current on the calling thread, and leave it so."""

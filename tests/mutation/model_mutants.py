@@ -43,8 +43,8 @@ MODEL_MUTANTS: list[Mutant] = [
         "positions",
         "metrale.nllb.device_weights",
         _NUMBERS,
-        ("sinusoidal(config.pad_token_id + 1 + start", "sinusoidal(config.pad_token_id + start"),
-        ("sinusoidal(config.pad_token_id + 1 + start", "sinusoidal(2 + start"),
+        ("shape.config.pad_token_id + 1\n", "shape.config.pad_token_id\n"),
+        ("shape.config.pad_token_id + 1\n", "2\n"),
     ),
     *rules(
         "positions",
