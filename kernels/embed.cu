@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
 // out[r] = scale * table[id[r]] + position_table[positions[r]], where id[r] is cells[cell_index[r]] if cell_index[r] is
-// at least 0, and ids[r] if not.
+// at least 0, and ids[r] if not. Rows whose id is blank have no position: out[r] = scale * table[blank].
 //
 // Layout     ids, cell_index, positions: int, [rows]; cells: int, [cell_count]; table: T, [vocab, width];
 //            position_table: float, [position_count, width]; out: T, [rows, width]. cell_index may be NULL: no row has a
@@ -17,13 +17,14 @@
 template <typename T>
 __device__ __forceinline__ void embed(const int* ids, const int* cells, const int* cell_index, const int* positions,
                                       const T* table, const float* position_table, T* out, int rows, int width,
-                                      float scale) {
+                                      int blank, float scale) {
     const long long row = blockIdx.x;
     if (row >= rows) {
         return;
     }
     const int cell = cell_index == nullptr ? -1 : cell_index[row];
     const int id = cell < 0 ? ids[row] : cells[cell];
+    const bool placed = id != blank;
     const bool whole = width % PACK<T> == 0 && aligned16(table) && aligned16(position_table) && aligned16(out);
     table += static_cast<long long>(id) * width;
     position_table += static_cast<long long>(positions[row]) * width;
@@ -36,7 +37,7 @@ __device__ __forceinline__ void embed(const int* ids, const int* cells, const in
         load_floats(position_table + column, count, whole, shifts);
 #pragma unroll
         for (int i = 0; i < PACK<T>; ++i) {
-            values[i] = scale * values[i] + shifts[i];
+            values[i] = scale * values[i] + (placed ? shifts[i] : 0.0f);
         }
         store_pack(out + column, count, whole, values);
     }
@@ -46,8 +47,8 @@ __device__ __forceinline__ void embed(const int* ids, const int* cells, const in
     extern "C" __global__ void __launch_bounds__(256) embed_##suffix(                                                \
         const int* ids, const int* cells, const int* cell_index, const int* positions, const T* table,               \
         const float* position_table, T* out, int rows, int width, int vocab, int position_count, int cell_count,     \
-        float scale) {                                                                                               \
-        embed<T>(ids, cells, cell_index, positions, table, position_table, out, rows, width, scale);                 \
+        int blank, float scale) {                                                                                    \
+        embed<T>(ids, cells, cell_index, positions, table, position_table, out, rows, width, blank, scale);          \
     }
 ENTRY(float, f32)
 ENTRY(f16, f16)

@@ -26,7 +26,7 @@ from metrale.nllb.lora import check_adapter
 from metrale.nllb.model import NllbModel
 from metrale.nllb.plan import MemoryPlan, plan_memory
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
-from metrale.nllb.weights import match_weights
+from metrale.nllb.weights import WeightMap, match_weights
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def load(
         with ExitStack() as undo:
             owns_gpu = not isinstance(device, GpuBackend)
             gpu = device if isinstance(device, GpuBackend) else undo.enter_context(open_device(device))
-            shape = _shape(gpu, config, weights.vocab_size, dtype, limits)
+            shape = _shape(gpu, config, weights, dtype, limits)
             log.info("device %s: %s", device if owns_gpu else "given", gpu.name())
             log.info("dtype %s: %s", dtype, dtypes.long_name(shape.dtype))
             log.info("memory: %s", plan_memory(shape))
@@ -151,18 +151,26 @@ def memory_plan(
     )
     config = _config(path)
     with open_checkpoint(path) as checkpoint:
-        vocab = match_weights(config, checkpoint).vocab_size
+        weights = match_weights(config, checkpoint)
     _check_dtype(dtype)
     if isinstance(device, GpuBackend):
-        return plan_memory(_shape(device, config, vocab, dtype, serving))
+        return plan_memory(_shape(device, config, weights, dtype, serving))
     with open_device(device) as gpu:
-        return plan_memory(_shape(gpu, config, vocab, dtype, serving))
+        return plan_memory(_shape(gpu, config, weights, dtype, serving))
 
 
-def _shape(gpu: GpuBackend, config: NllbConfig, vocab: int, dtype: str, limits: ServingLimits) -> ModelShape:
+def _shape(gpu: GpuBackend, config: NllbConfig, weights: WeightMap, dtype: str, limits: ServingLimits) -> ModelShape:
     """Return what a model's sizes follow from on this device."""
     device = gpu.limits()
-    return ModelShape(config, vocab, element_type(dtype, gpu), limits, device.gemm_workspace_bytes, device.pad_batches)
+    return ModelShape(
+        config,
+        weights.vocab_size,
+        element_type(dtype, gpu),
+        limits,
+        device.gemm_workspace_bytes,
+        device.pad_batches,
+        weights.tables,
+    )
 
 
 def _config(path: PathLike) -> NllbConfig:

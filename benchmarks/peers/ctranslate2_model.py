@@ -16,10 +16,10 @@ from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from metrale.nllb.config import NllbConfig
+from metrale.nllb.embeddings import EMBEDDING
 from metrale.nllb.positions import sinusoidal
 from metrale.nllb.weights import (
     DECODER_NORM,
-    EMBEDDING,
     ENCODER_NORM,
     Affine,
     AttentionNames,

@@ -38,14 +38,10 @@ class FieldReader:
         self.problems.append(f"{self._source}: {key}: expected {expected}, got {shown(got)}")
 
     def integer(self, key: str, default: int, low: int, high: int, *, alias: str | None = None) -> int:
-        """Read an integer in ``[low, high]``. ``alias`` is another key for the same value; both must agree."""
-        value = self._fields.get(key, _ABSENT)
+        """Read an integer in ``[low, high]``. ``alias`` is another key for the same value; of both, it wins."""
         if alias is not None and alias in self._fields:
-            other = self._fields[alias]
-            if value is _ABSENT:
-                key, value = alias, other
-            elif value != other:
-                self.problem(alias, f"the same as {key} ({shown(value)})", other)
+            key = alias
+        value = self._fields.get(key, _ABSENT)
         if value is _ABSENT:
             return default
         if _is_int(value) and low <= value <= high:

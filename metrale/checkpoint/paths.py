@@ -8,6 +8,8 @@ from pathlib import Path
 
 from metrale.errors import CheckpointError
 
+_LFS_POINTER = b"version https://git-lfs"
+
 
 def require_folder(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` as a Path when it is a folder that can be listed.
@@ -66,3 +68,8 @@ def read_file(path: Path, max_bytes: int, what: str) -> bytes:
     if len(data) > max_bytes:
         raise CheckpointError(path, f"is larger than the {max_bytes} bytes that are read as {what}")
     return data
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    """Return whether a file that begins so is what Git keeps in the place of a large one."""
+    return head.startswith(_LFS_POINTER)

@@ -8,21 +8,23 @@ memory that is there already. bfloat16 reaches NumPy through ``ml_dtypes``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from metrale.checkpoint.file_bytes import FileBytes
-from metrale.checkpoint.paths import require_file
-from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
+from metrale.checkpoint.paths import is_lfs_pointer, require_file
+from metrale.checkpoint.tensor import FLOAT_DTYPES, Reader, TensorInfo
 from metrale.errors import CheckpointError
 
-_LFS_POINTER = b"version https://git-lfs"
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+
+_HEAD_BYTES: Final = 64
 
 _BITS: Final = (
     {"bool": 8, "u8": 8, "i8": 8, "u16": 16, "i16": 16, "f16": 16, "bf16": 16, "u32": 32, "i32": 32, "f32": 32}
@@ -65,7 +67,7 @@ class SafetensorsFile:
         """Every tensor of the file by name."""
         return MappingProxyType(self._tensors)
 
-    def reader(self, name: str) -> Callable[[int, NDArray[Any]], None]:
+    def reader(self, name: str) -> Reader:
         """Return what fills an array with elements from a place on, in C order; the arguments must be right."""
         base, itemsize, read = self._offsets[name], FLOAT_DTYPES[self._tensors[name].dtype].itemsize, self._bytes.read
         return lambda start, out: read(base + start * itemsize, out.view(np.uint8))
@@ -100,6 +102,6 @@ def _why_unreadable(path: Path, error: SafetensorError) -> str:
     if size == 0:
         return "is an empty file, expected safetensors data"
     with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+        if is_lfs_pointer(file.read(_HEAD_BYTES)):
             return "is a Git LFS pointer, not the data: fetch it with `git lfs pull`"
     return f"is not a complete safetensors file ({size} bytes): {error}"

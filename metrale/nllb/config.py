@@ -30,15 +30,44 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
         "relu": "relu",
         "gelu": "gelu",
+        "gelu_python": "gelu",
         "gelu_new": "gelu_tanh",
         "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_python_tanh": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu_accurate": "gelu_tanh",
         "silu": "silu",
         "swish": "silu",
+        "linear": "none",
     }
 )
-"""transformers' names of activations, and the function each one is. Its ``gelu`` is the exact one, with erf."""
+"""transformers' names of activations, and the function each one is, up to the rounding of float32.
 
-DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "float16": "f16", "bfloat16": "bf16"})
+Its ``gelu`` is the exact one, with erf; the five of ``gelu_tanh`` are one formula, written in different ways.
+"""
+
+OTHER_FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "nllb-moe": "a mixture of experts",
+        "mbart": "mBART, whose positions are learned",
+        "marian": "Marian",
+        "t5": "T5 or MADLAD",
+        "umt5": "UMT5",
+        "seamless_m4t": "SeamlessM4T",
+        "seamless_m4t_v2": "SeamlessM4T",
+    }
+)
+"""Other translation models that one may take for this family, and what they are."""
+
+CHANGING_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "quantization_config": "weights that are not quantized",
+        "per_layer_config": "layers of one shape",
+    }
+)
+"""Keys that make another model of the same architecture when they are not null, and what is expected instead."""
+
+DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"})
 
 _MODEL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id")
 
@@ -121,10 +150,12 @@ class NllbConfig:
     encoder_layers, decoder_layers, encoder_attention_heads, decoder_attention_heads : int
     encoder_ffn_dim, decoder_ffn_dim : int
         Width inside the feed-forward blocks.
-    activation_function : {"relu", "gelu", "gelu_tanh", "silu"}
+    activation_function : {"relu", "gelu", "gelu_tanh", "silu", "none"}
         ``gelu`` is the exact one, with erf.
     scale_embedding : bool
         Whether embeddings are multiplied by the square root of ``d_model``.
+    tie_word_embeddings : bool
+        Whether a matrix of embedding or output head that is not stored is another one's (`metrale.nllb.embeddings`).
     max_position_embeddings : int
         Positions the model was made for; the sinusoidal table is not bounded by it.
     pad_token_id : int
@@ -132,7 +163,7 @@ class NllbConfig:
     bos_token_id, forced_bos_token_id : int or None
     eos_token_id : tuple of int
     decoder_start_token_id : int
-    dtype : {"f32", "f16", "bf16"} or None
+    dtype : {"f32", "f16", "bf16", "f64"} or None
         What ``config.json`` says of the weights; None when it says nothing. The stored tensors are the truth.
     generation : GenerationDefaults
     """
@@ -147,6 +178,7 @@ class NllbConfig:
     decoder_ffn_dim: int = 4096
     activation_function: str = "relu"
     scale_embedding: bool = True
+    tie_word_embeddings: bool = True
     max_position_embeddings: int = 1024
     pad_token_id: int = 1
     bos_token_id: int | None = 0
@@ -229,6 +261,7 @@ class NllbConfig:
         if config.get("model_type") != MODEL_TYPE:
             raise CheckpointError(path, _wrong_model_type(config))
         problems: list[str] = []
+        config = _with_ids(config, generation or {})
         result = _read_config(FieldReader(config, CONFIG_FILE, problems), config, generation)
         if problems:
             raise CheckpointError(path, problems)
@@ -238,10 +271,27 @@ class NllbConfig:
 def _wrong_model_type(config: Mapping[str, object]) -> str:
     if "model_type" not in config:
         return f"{CONFIG_FILE}: model_type is missing, expected {MODEL_TYPE!r}"
+    given = config["model_type"]
+    other = OTHER_FAMILIES.get(given) if isinstance(given, str) else None
     return (
-        f"{CONFIG_FILE}: model_type {shown(config['model_type'])} is not supported, "
+        f"{CONFIG_FILE}: model_type {shown(given)} {f'({other}) ' if other else ''}is not supported, "
         f"only {MODEL_TYPE!r} is (dense NLLB-200 and M2M-100)"
     )
+
+
+def _with_ids(config: Mapping[str, object], generation: Mapping[str, object]) -> Mapping[str, object]:
+    """Return ``config.json`` with the ids that it has as null and generation needs, from where transformers takes them.
+
+    That is ``generation_config.json``, and for the id that starts a target also the one that starts a text.
+    """
+    found = dict(config)
+    for key in ("eos_token_id", "decoder_start_token_id"):
+        if key in found and found[key] is None:
+            found[key] = generation.get(key)
+    if "decoder_start_token_id" in found and found["decoder_start_token_id"] is None:
+        first = generation.get("bos_token_id")
+        found["decoder_start_token_id"] = config.get("bos_token_id") if first is None else first
+    return found
 
 
 def _read_config(
@@ -256,7 +306,7 @@ def _read_config(
         vocab_size=vocab_size,
         d_model=d_model,
         encoder_layers=reader.integer(
-            "encoder_layers", default.encoder_layers, 1, MAX_LAYERS, alias="num_hidden_layers"
+            "encoder_layers", default.encoder_layers, 0, MAX_LAYERS, alias="num_hidden_layers"
         ),
         decoder_layers=reader.integer("decoder_layers", default.decoder_layers, 1, MAX_LAYERS),
         encoder_attention_heads=reader.integer(
@@ -269,8 +319,9 @@ def _read_config(
         decoder_ffn_dim=reader.integer("decoder_ffn_dim", default.decoder_ffn_dim, 1, MAX_FFN_DIM),
         activation_function=reader.choice("activation_function", default.activation_function, ACTIVATIONS),
         scale_embedding=reader.boolean("scale_embedding", default.scale_embedding),
+        tie_word_embeddings=reader.boolean("tie_word_embeddings", default.tie_word_embeddings),
         max_position_embeddings=reader.integer(
-            "max_position_embeddings", default.max_position_embeddings, 1, MAX_LENGTH
+            "max_position_embeddings", default.max_position_embeddings, 0, MAX_LENGTH
         ),
         pad_token_id=reader.integer("pad_token_id", default.pad_token_id, 0, last),
         bos_token_id=reader.optional_integer("bos_token_id", default.bos_token_id, 0, last),
@@ -282,8 +333,9 @@ def _read_config(
     for side, heads in (("encoder", result.encoder_attention_heads), ("decoder", result.decoder_attention_heads)):
         if d_model % heads:
             reader.problem(f"{side}_attention_heads", f"a divisor of d_model ({d_model})", heads)
-    if not reader.boolean("tie_word_embeddings", True):
-        reader.problem("tie_word_embeddings", "true (an output head of its own is not supported)", False)
+    for key, expected in CHANGING_KEYS.items():
+        if config.get(key) is not None:
+            reader.problem(key, expected, config[key])
     result = replace(result, generation=_read_generation(result, reader.problems, config, generation))
     if not reader.problems and max(result.special_ids) >= vocab_size:
         reader.problem("vocab_size", f"more than {max(result.special_ids)}, the largest special id", vocab_size)
@@ -314,6 +366,11 @@ def _read_generation(
     reader = FieldReader(fields, source, problems)
     last = model.vocab_size - 1
     default = GenerationDefaults()
+    bos = reader.optional_integer("bos_token_id", model.bos_token_id, 0, last)
+    # As in transformers: a file that does not say how a target starts, but how a text does, means that.
+    said = config if generation is None else generation
+    only_text = said.get("decoder_start_token_id") is None and said.get("bos_token_id") is not None
+    start = model.decoder_start_token_id if bos is None or not only_text else bos
     early_stopping: bool | str = "never"
     if fields.get("early_stopping") != "never":
         early_stopping = reader.boolean("early_stopping", False, also='"never"')
@@ -328,9 +385,9 @@ def _read_generation(
         repetition_penalty=reader.number("repetition_penalty", default.repetition_penalty, above=0.0),
         bad_words_ids=reader.integer_lists("bad_words_ids", 0, last),
         pad_token_id=reader.integer("pad_token_id", model.pad_token_id, 0, last),
-        bos_token_id=reader.optional_integer("bos_token_id", model.bos_token_id, 0, last),
+        bos_token_id=bos,
         eos_token_id=reader.integers("eos_token_id", model.eos_token_id, 0, last),
-        decoder_start_token_id=reader.integer("decoder_start_token_id", model.decoder_start_token_id, 0, last),
+        decoder_start_token_id=reader.integer("decoder_start_token_id", start, 0, last),
         forced_bos_token_id=reader.optional_integer("forced_bos_token_id", model.forced_bos_token_id, 0, last),
         forced_eos_token_id=reader.optional_integer("forced_eos_token_id", None, 0, last),
     )

@@ -141,7 +141,7 @@ class Decoder:
         weights = self._weights
         rows = Rows.of(self._gpu, self._shape, self._workspace, self._side, len(feeds) * depth, stream)
         rows = rows.adapted(table["adapters"], adapters)
-        rows.embed(table["ids"], table["positions"], weights.embedding, weights.position_table, **cells)
+        rows.embed(table["ids"], table["positions"], weights.target_embedding, weights.position_table, **cells)
         for index in range(len(weights.decoder)):
             self._layer(rows, index, table, ancestry, observe)
         rows.norm(weights.decoder_norm, self.hidden)
@@ -208,13 +208,13 @@ class Decoder:
         )
 
     def _head(self, rows: Rows, count: int, depth: int, logits: DevicePtr) -> None:
-        """Multiply the last of each ``depth`` rows, ``count`` times, with the embedding: the output head as well."""
+        """Multiply the last of each ``depth`` rows, ``count`` times, with the output head."""
         shape = self._shape
         d = shape.config.d_model
         ops.linear(
             self._gpu,
             self.hidden.offset((depth - 1) * d * shape.itemsize),
-            self._weights.embedding,
+            self._weights.head,
             NULL,
             logits,
             rows=count,

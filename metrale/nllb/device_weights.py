@@ -21,12 +21,12 @@ from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
 from metrale.checkpoint import FLOAT_DTYPES, Checkpoint, convert
 from metrale.nllb.config import NllbConfig
+from metrale.nllb.embeddings import DECODER_EMBEDDING, EMBEDDING, HEAD, TIED, Tables
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.positions import sinusoidal
 from metrale.nllb.staging import Staging, Transfer
 from metrale.nllb.weights import (
     DECODER_NORM,
-    EMBEDDING,
     ENCODER_NORM,
     Affine,
     DecoderLayerNames,
@@ -38,7 +38,7 @@ from metrale.nllb.weights import (
     encoder_layer,
 )
 
-_EMBEDDING: Final = "embedding"
+_TABLES: Final = {EMBEDDING: "embedding", DECODER_EMBEDDING: "decoder.embedding", HEAD: "head"}
 _POSITIONS: Final = "position_table"
 CROSS_KV: Final = "decoder.cross_kv"
 _POSITION_ROWS: Final = 256
@@ -120,8 +120,8 @@ class DeviceWeights:
 
     Attributes
     ----------
-    embedding : DevicePtr
-        ``[vocab, d]``; also the output head.
+    source_embedding, target_embedding, head : DevicePtr
+        ``[vocab, d]`` each. Those that are one matrix have one address: in the published models all three.
     position_table : DevicePtr
         float32 ``[position_count, d]``; row 0 is the first token's position.
     cross_kv : Dense
@@ -129,7 +129,9 @@ class DeviceWeights:
     """
 
     arena: Arena
-    embedding: DevicePtr
+    source_embedding: DevicePtr
+    target_embedding: DevicePtr
+    head: DevicePtr
     position_table: DevicePtr
     encoder: tuple[EncoderLayer, ...]
     encoder_norm: Dense
@@ -163,9 +165,10 @@ def _decoder_blocks(names: DecoderLayerNames) -> dict[str, tuple[Affine, ...]]:
     }
 
 
-def regions(config: NllbConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+def regions(config: NllbConfig, tables: Tables = TIED) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each region of the weights with the canonical tensors that are its row blocks, in order."""
-    yield _EMBEDDING, (EMBEDDING,)
+    for name in tables.names:
+        yield _TABLES[name], (name,)
     blocks: dict[str, tuple[Affine, ...]] = {
         "encoder.norm": (ENCODER_NORM,),
         "decoder.norm": (DECODER_NORM,),
@@ -186,10 +189,10 @@ def weight_layout(shape: ModelShape) -> Layout:
     """Return the places of all regions."""
     sizes = {
         name: math.prod(extents) * shape.itemsize
-        for name, extents in canonical_shapes(shape.config, shape.vocab).items()
+        for name, extents in canonical_shapes(shape.config, shape.vocab, shape.tables).items()
     }
     layout = Layout()
-    for region, names in regions(shape.config):
+    for region, names in regions(shape.config, shape.tables):
         layout.add(region, sum(sizes[name] for name in names))
     layout.add(_POSITIONS, shape.position_count * shape.config.d_model * dtypes.itemsize("f32"))
     return layout
@@ -216,11 +219,11 @@ def load_weights(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, fou
     except BaseException:
         arena.free()
         raise
-    return _addresses(arena, shape.config)
+    return _addresses(arena, shape)
 
 
 def _transfers(shape: ModelShape, checkpoint: Checkpoint, found: WeightMap, arena: Arena) -> Iterator[Transfer]:
-    for region, names in regions(shape.config):
+    for region, names in regions(shape.config, shape.tables):
         at = arena[region]
         for name in names:
             transfer = _of_tensor(shape, checkpoint, found.sources[name], at)
@@ -257,14 +260,19 @@ def _of_positions(shape: ModelShape, at: DevicePtr) -> Transfer:
     return Transfer(shape.position_count * width, "f32", at, compute)
 
 
-def _addresses(arena: Arena, config: NllbConfig) -> DeviceWeights:
+def _addresses(arena: Arena, shape: ModelShape) -> DeviceWeights:
+    config = shape.config
+    source, target, head = (arena[_TABLES[name]] for name in shape.tables)
+
     def dense(region: str) -> Dense:
         return Dense(arena[f"{region}.weight"], arena[f"{region}.bias"])
 
     encoder_parts, decoder_parts = _encoder_blocks(encoder_layer(0)), _decoder_blocks(decoder_layer(0))
     return DeviceWeights(
         arena=arena,
-        embedding=arena[_EMBEDDING],
+        source_embedding=source,
+        target_embedding=target,
+        head=head,
         position_table=arena[_POSITIONS],
         encoder=tuple(
             EncoderLayer(**{part: dense(f"encoder.{index}.{part}") for part in encoder_parts})

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
@@ -38,11 +39,13 @@ class Encoder:
         stream : StreamLike
         """
         lengths = np.array([len(source) for source in sources])
+        ids, positions = np.concatenate(sources), np.concatenate([np.arange(length) for length in lengths])
         adapters = np.repeat([span.adapter for span in spans], lengths)
         table = self._workspace.tables["encoder"].upload(
             stream,
-            ids=np.concatenate(sources),
-            positions=np.concatenate([np.arange(length) for length in lengths]),
+            ids=ids,
+            places=self._places(ids, positions),
+            positions=positions,
             spans=np.repeat(np.array([int(span.ptr) for span in spans], dtype=np.uint64), lengths),
             offsets=np.concatenate([[0], np.cumsum(lengths)]),
             adapters=adapters,
@@ -50,7 +53,7 @@ class Encoder:
         weights, config = self._weights, self._shape.config
         rows = Rows.of(self._gpu, self._shape, self._workspace, "encoder", int(lengths.sum()), stream)
         rows = rows.adapted(table["adapters"], adapters)
-        rows.embed(table["ids"], table["positions"], weights.embedding, weights.position_table)
+        rows.embed(table["ids"], table["places"], weights.source_embedding, weights.position_table)
         for layer in weights.encoder:
             rows.norm(layer.norm)
             rows.dense(rows.h, layer.qkv, rows.wide, 3 * config.d_model)
@@ -59,6 +62,17 @@ class Encoder:
             rows.add_feed_forward(layer.ffn_norm, layer.fc1, layer.fc2, config.encoder_ffn_dim)
         rows.norm(weights.encoder_norm)
         self._write_cross_kv(rows, table["spans"], table["positions"])
+
+    def _places(self, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the position that each id is embedded at: among those of its source that are not padding.
+
+        A padding id inside a text is read like any other, but it has no position, and the next one takes its place.
+        """
+        padding = (ids == self._shape.config.pad_token_id).astype(np.int64)
+        skipped = np.cumsum(padding) - padding  # before each id, in all sources together
+        first = np.arange(len(ids)) - positions  # where each id's source begins
+        places: NDArray[np.int64] = positions - (skipped - skipped[first])
+        return places
 
     def _attend(self, rows: Rows, offsets: DevicePtr, sequences: int, longest: int) -> None:
         config = self._shape.config

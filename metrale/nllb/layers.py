@@ -78,7 +78,7 @@ class Rows:
         return replace(self, h=h, count=count, adapters=adapters)
 
     def embed(self, ids: int, positions: int, table: int, position_table: int, **cells: int) -> None:
-        """Fill ``x`` with the embeddings of ``ids`` at ``positions``; ``cells`` are those of the op."""
+        """Fill ``x`` with the embeddings of ``ids`` at ``positions``, padding at none; ``cells`` as the op has them."""
         shape = self.shape
         ops.embed(
             self.gpu,
@@ -91,6 +91,7 @@ class Rows:
             width=shape.config.d_model,
             vocab=shape.vocab,
             position_count=shape.position_count,
+            blank=shape.config.pad_token_id,
             scale=shape.config.embed_scale,
             dtype=shape.dtype,
             stream=self.stream,

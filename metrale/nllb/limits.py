@@ -11,6 +11,7 @@ from gpu_runtime.arena import LogitsArena
 from metrale.checks import integer
 from metrale.model import BATCH_LADDER, MAX_BEAMS, padded_batch_n
 from metrale.nllb.config import NllbConfig
+from metrale.nllb.embeddings import TIED, Tables
 
 _MOST_ENCODER_TOKENS: Final = 16384
 
@@ -100,6 +101,8 @@ class ModelShape:
         Workspace with which the device's products run best (`gpu_runtime.limits.Limits`).
     pad_batches : bool
         Whether decode steps are padded to the rungs of `metrale.model.BATCH_LADDER`.
+    tables : Tables
+        The matrices of embedding and head.
     """
 
     config: NllbConfig
@@ -108,6 +111,7 @@ class ModelShape:
     limits: ServingLimits
     gemm_workspace_bytes: int = 0
     pad_batches: bool = False
+    tables: Tables = TIED
 
     @property
     def itemsize(self) -> int:

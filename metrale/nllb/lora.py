@@ -18,8 +18,9 @@ from metrale.checkpoint import LoraModule, PeftAdapter, convert, open_adapter
 from metrale.errors import CheckpointError, InvalidInput
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.device_weights import regions
+from metrale.nllb.embeddings import EMBEDDING
 from metrale.nllb.limits import ModelShape
-from metrale.nllb.weights import EMBEDDING, canonical_shapes
+from metrale.nllb.weights import canonical_shapes
 
 _WEIGHT: Final = ".weight"
 _BARE_PREFIXES: Final = ("encoder.", "decoder.")

@@ -112,6 +112,7 @@ def largest_launches(shape: ModelShape) -> Iterator[tuple[str, Op, dict[str, int
         "vocab": shape.vocab,
         "position_count": shape.position_count,
         "cell_count": shape.feed_cells,
+        "blank": config.pad_token_id,
     }
     whole, last_layer = {"src_stride": wide, "offset": 0}, {"src_stride": 3 * d, "offset": wide - 2 * d}
     for side, rows in (("encoder", limits.encoder_tokens), ("decoder", shape.prefix_rows)):

@@ -2,10 +2,10 @@
 """The tensors of an NLLB model: their canonical names and shapes, and where a checkpoint keeps each one.
 
 Canonical names are those of transformers' ``M2M100ForConditionalGeneration``. A checkpoint of the bare
-``M2M100Model`` has them without ``model.``; that is accepted too.
+``M2M100Model`` has them without ``model.``, and one of a model inside another with one ``model.`` more; both are
+accepted, as transformers does.
 
-The embedding of both sides and the output head are one matrix. Its canonical name is ``EMBEDDING``, and a checkpoint
-may store it under any of ``TIED_NAMES``, or under several when they are equal to the bit.
+The embeddings and the output head, which are one matrix or several, are in `metrale.nllb.embeddings`.
 
 Extra tensors are refused, except ``IGNORED_NAMES``, which transformers leaves aside as well: tables of positions
 (computed, never learned), fairseq's version marks, and the zero bias on logits that related models store.
@@ -16,29 +16,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from metrale.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
 from metrale.errors import CheckpointError
 from metrale.nllb.config import NllbConfig
+from metrale.nllb.embeddings import TIED, Tables, find_tables
 
-EMBEDDING = "model.shared.weight"
-TIED_NAMES = (EMBEDDING, "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
 IGNORED_NAMES = frozenset(
     {
         "final_logits_bias",
         "model.encoder.embed_positions.weights",
         "model.decoder.embed_positions.weights",
+        "model.encoder.embed_positions._float_tensor",
+        "model.decoder.embed_positions._float_tensor",
         "model.encoder.version",
         "model.decoder.version",
     }
 )
 
+_PREFIX = "model."
 _BARE_PREFIXES = ("shared.", "encoder.", "decoder.")
-_COMPARE_BYTES = 16 << 20
-_BITS: Mapping[int, np.dtype[Any]] = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+_OUTER_PREFIXES = (_PREFIX, "lm_head.", "final_logits_bias")
 
 
 class Affine(NamedTuple):
@@ -131,17 +130,21 @@ def cross_kv(config: NllbConfig) -> Iterator[Affine]:
         yield from decoder_layer(index).cross_attn.kv
 
 
-def canonical_shapes(config: NllbConfig, vocab_size: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Return every canonical tensor with its shape, the embedding first, then layer by layer.
+def canonical_shapes(
+    config: NllbConfig, vocab_size: int | None = None, tables: Tables = TIED
+) -> dict[str, tuple[int, ...]]:
+    """Return every canonical tensor with its shape, embeddings and head first, then layer by layer.
 
     Parameters
     ----------
     config : NllbConfig
     vocab_size : int, optional
         Rows of the embedding, when they are not ``config.vocab_size``.
+    tables : Tables
+        The matrices of embedding and head.
     """
     d = config.d_model
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab_size or config.vocab_size, d)}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(tables.names, (vocab_size or config.vocab_size, d))
     for index in range(config.encoder_layers):
         encoder = encoder_layer(index)
         _add_attention(shapes, encoder.self_attn, encoder.self_attn_norm, d)
@@ -169,13 +172,20 @@ class WeightMap:
     shapes : mapping of str to tuple of int
         The shape of every canonical name.
     dtypes : frozenset of str
-        The dtypes in which they are stored, ``"f32"``, ``"f16"`` or ``"bf16"``; one checkpoint may mix them.
+        The dtypes in which they are stored, names of `metrale.checkpoint.FLOAT_DTYPES`; one checkpoint may mix them.
+    tables : Tables
+        Which of them are the matrices of embedding and head.
+    needed : frozenset of str
+        The stored names that make the same model again: those of ``sources``, and matrices equal to one of them that
+        the checkpoint has to name.
     """
 
     vocab_size: int
     sources: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: frozenset[str]
+    tables: Tables
+    needed: frozenset[str]
 
 
 def match_weights(config: NllbConfig, checkpoint: Checkpoint) -> WeightMap:
@@ -186,18 +196,17 @@ def match_weights(config: NllbConfig, checkpoint: Checkpoint) -> WeightMap:
     Raises
     ------
     CheckpointError
-        When tensors are missing, unknown, stored twice, of another shape, or of a dtype that cannot be read; when
-        tied embeddings differ; or when the embedding has no row for a special id. All of them are listed.
+        When tensors are missing, unknown, stored twice, of another shape, or of a dtype that cannot be read; or when
+        the embedding has no row for a special id. All of them are listed.
     """
     problems: list[str] = []
     stored = _by_canonical_name(checkpoint, problems)
-    tied = [stored.pop(name) for name in TIED_NAMES if name in stored]
-    problems += _tied_problems(config, checkpoint, tied)
-    vocab_size = tied[0].rows if tied else config.vocab_size
-    expected = canonical_shapes(config, vocab_size)
-    sources = {EMBEDDING: tied[0].name} if tied else {}
+    found = find_tables(config, checkpoint, stored, problems)
+    vocab_size, tables = (found.vocab_size, found.tables) if found else (config.vocab_size, TIED)
+    expected = canonical_shapes(config, vocab_size, tables)
+    sources = {name: info.name for name, info in found.sources.items()} if found else {}
     for name, shape in expected.items():
-        if name == EMBEDDING:
+        if name in tables.names:
             continue
         info = stored.pop(name, None)
         if info is None:
@@ -213,60 +222,22 @@ def match_weights(config: NllbConfig, checkpoint: Checkpoint) -> WeightMap:
     if problems:
         raise CheckpointError(checkpoint.path, problems)
     dtypes = frozenset(checkpoint.tensors[name].dtype for name in sources.values())
-    return WeightMap(vocab_size, MappingProxyType(sources), MappingProxyType(expected), dtypes)
+    needed = frozenset((*sources.values(), *(found.needed if found else ())))
+    return WeightMap(vocab_size, MappingProxyType(sources), MappingProxyType(expected), dtypes, tables, needed)
 
 
 def _by_canonical_name(checkpoint: Checkpoint, problems: list[str]) -> dict[str, TensorInfo]:
     found: dict[str, TensorInfo] = {}
     for stored, info in checkpoint.tensors.items():
-        name = f"model.{stored}" if stored.startswith(_BARE_PREFIXES) else stored
+        name = f"{_PREFIX}{stored}" if stored.startswith(_BARE_PREFIXES) else stored
+        inner = name.removeprefix(_PREFIX)
+        if inner != name and inner.startswith(_OUTER_PREFIXES):
+            name = inner
         if name in found:
             problems.append(f"tensor {stored!r} is stored twice, also as {found[name].name!r}")
         else:
             found[name] = info
     return found
-
-
-def _tied_problems(config: NllbConfig, checkpoint: Checkpoint, tied: list[TensorInfo]) -> list[str]:
-    if not tied:
-        return [f"missing tensor {EMBEDDING!r} (it may also be named {', '.join(TIED_NAMES[1:])})"]
-    problems: list[str] = []
-    for info in tied:
-        if len(info.shape) != 2 or info.shape[1] != config.d_model:
-            problems.append(
-                f"tensor {info.name!r}: shape {list(info.shape)}, "
-                f"expected [vocabulary, {config.d_model}] by the configuration"
-            )
-        problems += _dtype_problem(info)
-    if problems:
-        return problems
-    first = tied[0]
-    if first.rows <= max(config.special_ids):
-        problems.append(f"tensor {first.name!r}: {first.rows} rows, none for the special id {max(config.special_ids)}")
-    for other in tied[1:]:
-        difference = _difference(checkpoint, first, other)
-        if difference:
-            problems.append(
-                f"tensors {first.name!r} and {other.name!r} must be equal (they are one matrix in this model), "
-                f"but they differ in {difference}"
-            )
-    return problems
-
-
-def _difference(checkpoint: Checkpoint, first: TensorInfo, other: TensorInfo) -> str:
-    """Return in what two matrices differ, or nothing when they are equal to the bit."""
-    if first.shape != other.shape:
-        return f"shape ({list(first.shape)}, {list(other.shape)})"
-    if first.dtype != other.dtype:
-        return f"dtype ({first.dtype}, {other.dtype})"
-    bits = _BITS[FLOAT_DTYPES[first.dtype].itemsize]
-    for start, rows in checkpoint.iter_chunks(first.name, _COMPARE_BYTES):
-        others = checkpoint.read_rows(other.name, start, start + len(rows))
-        # As integers: NaNs must compare equal, and zeros of unlike sign must not.
-        unequal = (rows.view(bits) != others.view(bits)).any(axis=1)
-        if unequal.any():
-            return f"values, first in row {start + int(unequal.argmax())}"
-    return ""
 
 
 def _dtype_problem(info: TensorInfo) -> list[str]:

@@ -31,6 +31,7 @@ Columns = Mapping[str, tuple[str, int]]
 ENCODER_COLUMNS: Final[Columns] = {
     "spans": ("u64", 1),
     "ids": ("i32", 1),
+    "places": ("i32", 1),
     "positions": ("i32", 1),
     "offsets": ("i32", 1),
     "adapters": ("i32", 1),

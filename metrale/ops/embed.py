@@ -3,6 +3,8 @@
 
 A row's id may also come from a device cell, where an earlier launch left it. `sample` does, so that the next step can
 be enqueued before the host knows what was chosen.
+
+One id may be ``blank``: its rows have no position, and are ``scale * table[blank]``. Padding is such an id.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ SPEC: Final = OpSpec(
         scalar("vocab", "i32"),
         scalar("position_count", "i32"),
         scalar("cell_count", "i32"),
+        scalar("blank", "i32"),
         scalar("scale", "f32"),
     ),
     tolerance=inputs.ONE_ROUNDING,
@@ -63,6 +66,7 @@ def reference(
     vocab: int,
     position_count: int,
     cell_count: int,
+    blank: int,
     scale: float,
 ) -> None:
     """The sum in float32. A row that is not in its table is an error; on a GPU it would be a read out of bounds."""
@@ -72,7 +76,7 @@ def reference(
             raise InvalidPointer(f"embed: {name}: expected rows in [0, {count}), got {index.min()} to {index.max()}")
     embedded = table[tokens].astype(np.float32)
     embedded *= np.float32(scale)
-    embedded += position_table[positions]
+    embedded += position_table[positions] * (tokens != blank)[:, None]
     out[...] = embedded
 
 
@@ -104,11 +108,14 @@ def make_inputs(
     vocab: int = 19,
     position_count: int = 11,
     cell_count: int = 0,
+    blank: int = -1,
 ) -> Inputs:
-    """With ``cell_count``, some rows take their ids from cells, and their own are others."""
+    """With ``cell_count``, some rows take their ids from cells, and their own are others. Every third is ``blank``."""
     ids = rng.integers(0, vocab, rows)
     positions = rng.integers(0, position_count, rows)
     ids[0], positions[-1] = vocab - 1, position_count - 1  # the last row of either table
+    if blank >= 0:
+        ids[::3] = blank
     cells = cell_index = None
     if cell_count:
         cells = rng.integers(0, vocab, cell_count).astype(np.int32)
@@ -131,6 +138,7 @@ def make_inputs(
         "vocab": vocab,
         "position_count": position_count,
         "cell_count": cell_count,
+        "blank": blank,
         "scale": width**0.5,
     }
 
@@ -143,6 +151,8 @@ CASES: Final = (
     {"rows": 2, "width": 1, "vocab": 1, "position_count": 1},
     {"rows": 9, "width": 40, "cell_count": 13},
     {"rows": 2, "width": 7, "cell_count": 1},
+    {"rows": 10, "width": 24, "cell_count": 9, "blank": 18},
+    {"rows": 5, "width": 3, "blank": 0},
     {"rows": 1, "width": 8, "cell_count": 3},  # cells that no row asks for
 )
 
@@ -168,6 +178,7 @@ def embed(
     cells: int = 0,
     cell_index: int = 0,
     cell_count: int = 0,
+    blank: int = -1,
     stream: StreamLike = 0,
 ) -> None:
     """Enqueue the embedding of ``rows`` tokens.
@@ -177,6 +188,7 @@ def embed(
 
     ``cells`` (int32, ``[cell_count]``) and ``cell_index`` (int32, ``[rows]``) are both addresses or both NULL. Where
     ``cell_index[r]`` is at least 0, the row's id is ``cells[cell_index[r]]``, and ``ids[r]`` may be anything.
+    Rows whose id is ``blank`` have no position; -1 is no id.
 
     Raises
     ------
@@ -184,5 +196,5 @@ def embed(
         When one of ``cells`` and ``cell_index`` is NULL and the other is not.
     """
     _check_pair(cells or None, cell_index or None)
-    sizes = (rows, width, vocab, position_count, cell_count, scale)
+    sizes = (rows, width, vocab, position_count, cell_count, blank, scale)
     OP.launch(gpu, dtype, (ids, cells, cell_index, positions, table, position_table, out, *sizes), stream)

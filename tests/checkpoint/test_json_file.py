@@ -80,9 +80,8 @@ def test_a_field_reader_collects_every_fault_and_goes_on() -> None:
         "huge": 10**400,
         "zero": 0,
         "name": "\ud800" + "x" * 200,
-        "b": 2,
     }
-    reader = FieldReader({**fields, "a": 1}, "f.json", problems)
+    reader = FieldReader(fields, "f.json", problems)
     assert reader.boolean("bool", False) is False
     assert reader.integer("int", 7, 0, 9) == 7
     assert reader.integer("low", 7, 0, 9) == 7
@@ -94,7 +93,6 @@ def test_a_field_reader_collects_every_fault_and_goes_on() -> None:
     assert reader.number("huge", 0.5) == 0.5
     assert reader.number("zero", 0.5, above=0.0) == 0.5
     assert reader.choice("name", "x", {"x": "x"}) == "x"
-    assert reader.integer("a", 7, 0, 9, alias="b") == 1
     assert [problem.split(":")[1].strip() for problem in problems] == list(fields)
     assert problems[1] == "f.json: int: expected an integer from 0 to 9, got true"
     assert all(len(problem.encode()) < 200 for problem in problems)
@@ -111,6 +109,8 @@ def test_a_field_reader_takes_what_is_right() -> None:
     assert reader.integer_lists("rows", 0, 9) == ((1, 2), (3,))
     assert reader.number("n", 1.0) == 2.0
     assert reader.integer("key", 7, 0, 9, alias="alias") == 5
+    assert reader.integer("n", 7, 0, 9, alias="alias") == 5  # it wins
+    assert reader.integer("n", 7, 0, 9, alias="no alias") == 2
     assert reader.boolean("flag", False) is True
     assert reader.choice("c", "z", {"y": "why"}) == "why"
     assert problems == []

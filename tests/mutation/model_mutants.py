@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Mutants of the model's rules: positions, languages, slots and rows, the KV cache, weights, the choice of tokens.
 
-Those of what serves many sequences at once are in `tests.mutation.serving_mutants`, those of beam search in
-`tests.mutation.search_mutants`, those of the order of work in
-`tests.mutation.order_mutants`.
+Those of what tells the models of the family apart are in `tests.mutation.family_mutants`, those of what serves many
+sequences at once in `tests.mutation.serving_mutants`, those of beam search in `tests.mutation.search_mutants`, those of
+the order of work in `tests.mutation.order_mutants`.
 """
 
 from __future__ import annotations
 
 from tests.mutation.adapter_mutants import ADAPTER_MUTANTS
+from tests.mutation.checkpoint_mutants import CHECKPOINT_MUTANTS
 from tests.mutation.engine_mutants import ENGINE_MUTANTS
+from tests.mutation.family_mutants import FAMILY_MUTANTS
 from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
 from tests.mutation.search_mutants import SEARCH_MUTANTS
@@ -306,5 +308,7 @@ MODEL_MUTANTS: list[Mutant] = [
     *SERVING_MUTANTS,
     *SEARCH_MUTANTS,
     *ADAPTER_MUTANTS,
+    *CHECKPOINT_MUTANTS,
     *ENGINE_MUTANTS,
+    *FAMILY_MUTANTS,
 ]

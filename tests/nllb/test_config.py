@@ -13,7 +13,7 @@ import pytest
 
 import metrale.nllb
 from metrale.errors import CheckpointError
-from metrale.nllb.config import GenerationDefaults, NllbConfig
+from metrale.nllb.config import ACTIVATIONS, GenerationDefaults, NllbConfig
 
 DEMO = Path(metrale.nllb.__file__).parents[1] / "demo_model"
 
@@ -83,6 +83,7 @@ def test_absent_keys_take_the_defaults_of_m2m100config() -> None:
         "decoder_ffn_dim": 4096,
         "activation_function": "relu",
         "scale_embedding": True,
+        "tie_word_embeddings": True,
         "max_position_embeddings": 1024,
         "pad_token_id": 1,
         "bos_token_id": 0,
@@ -114,8 +115,13 @@ def test_sides_may_differ() -> None:
         ("gelu", "gelu"),
         ("gelu_new", "gelu_tanh"),
         ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("gelu_python_tanh", "gelu_tanh"),
+        ("gelu_fast", "gelu_tanh"),
+        ("gelu_accurate", "gelu_tanh"),
+        ("gelu_python", "gelu"),
         ("silu", "silu"),
         ("swish", "silu"),
+        ("linear", "none"),
     ],
 )
 def test_activations(name: str, meaning: str) -> None:
@@ -127,6 +133,7 @@ def test_activations(name: str, meaning: str) -> None:
     [
         ({"dtype": "bfloat16"}, "bf16"),
         ({"torch_dtype": "float16"}, "f16"),
+        ({"torch_dtype": "float64"}, "f64"),
         ({"dtype": "float16", "torch_dtype": "float32"}, "f16"),
         ({"dtype": None}, None),
         ({}, None),
@@ -141,8 +148,62 @@ def test_transformers_aliases_stand_in_for_absent_keys() -> None:
     config = NllbConfig.from_dict(aliases | {"model_type": "m2m_100"})
     assert (config.d_model, config.encoder_layers, config.encoder_attention_heads) == (512, 3, 8)
     assert (config.decoder_layers, config.decoder_attention_heads) == (12, 16)
-    assert problems(REAL | {"num_hidden_layers": 12}) == [
-        "config.json: num_hidden_layers: expected the same as encoder_layers (24), got 12"
+
+
+def test_transformers_aliases_win_over_the_keys_themselves() -> None:
+    aliases: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8}
+    config = NllbConfig.from_dict(REAL | aliases)
+    assert (config.d_model, config.encoder_layers, config.encoder_attention_heads) == (512, 3, 8)
+    assert (config.decoder_layers, config.decoder_attention_heads) == (24, 16)
+    assert problems(REAL | {"num_attention_heads": None}) == [
+        f"config.json: num_attention_heads: expected an integer from 1 to {1 << 16}, got null"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "eos", "start"),
+    [
+        ({"eos_token_id": None}, {"eos_token_id": [5, 6]}, (5, 6), 2),
+        ({"decoder_start_token_id": None}, {"decoder_start_token_id": 7, "bos_token_id": 9}, (2,), 7),
+        ({"decoder_start_token_id": None}, {"decoder_start_token_id": None, "bos_token_id": 9}, (2,), 9),
+        ({"decoder_start_token_id": None, "bos_token_id": 8}, {"bos_token_id": None}, (2,), 8),
+        ({"decoder_start_token_id": None, "bos_token_id": 8}, None, (2,), 8),
+    ],
+)
+def test_ids_that_config_json_leaves_null(
+    config: dict[str, Any], generation: dict[str, Any] | None, eos: tuple[int, ...], start: int
+) -> None:
+    found = NllbConfig.from_dict(REAL | config, generation)
+    assert (found.eos_token_id, found.decoder_start_token_id) == (eos, start)
+    assert (found.generation.eos_token_id, found.generation.decoder_start_token_id) == (eos, start)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "start"),
+    [
+        ({}, {"bos_token_id": 9}, 9),
+        ({}, {"bos_token_id": 9, "decoder_start_token_id": None}, 9),
+        ({}, {"bos_token_id": None}, 2),
+        ({}, {}, 2),
+        ({}, {"bos_token_id": 9, "decoder_start_token_id": 7}, 7),
+        ({"decoder_start_token_id": 5}, {}, 5),
+        ({"bos_token_id": 8}, {}, 2),
+        ({"bos_token_id": 8}, None, 8),
+        ({"bos_token_id": 8, "decoder_start_token_id": 5}, None, 5),
+        ({}, None, 2),
+    ],
+    ids=str,
+)
+def test_a_target_starts_as_a_text_where_only_that_is_said(
+    config: dict[str, Any], generation: dict[str, Any] | None, start: int
+) -> None:
+    found = NllbConfig.from_dict({"model_type": "m2m_100"} | config, generation)
+    assert found.generation.decoder_start_token_id == start
+
+
+def test_a_start_that_nothing_names() -> None:
+    assert problems(REAL | {"decoder_start_token_id": None, "bos_token_id": None}) == [
+        "config.json: decoder_start_token_id: expected an integer from 0 to 256205, got null"
     ]
 
 
@@ -216,7 +277,23 @@ def test_several_end_ids_and_no_bos() -> None:
 @pytest.mark.parametrize("model_type", ["nllb-moe", "marian", "mbart", "M2M_100", "", None, 3, ["m2m_100"]], ids=repr)
 def test_other_model_types_are_refused_by_name(model_type: object) -> None:
     (problem,) = problems({"model_type": model_type, "d_model": -1})
-    assert f"model_type {json.dumps(model_type)} is not supported" in problem
+    assert problem.startswith(f"config.json: model_type {json.dumps(model_type)} ")
+    assert "is not supported" in problem
+
+
+@pytest.mark.parametrize(
+    ("model_type", "what"),
+    [
+        ("nllb-moe", "a mixture of experts"),
+        ("mbart", "mBART, whose positions are learned"),
+        ("marian", "Marian"),
+        ("t5", "T5 or MADLAD"),
+        ("seamless_m4t_v2", "SeamlessM4T"),
+    ],
+)
+def test_other_families_are_refused_by_what_they_are(model_type: str, what: str) -> None:
+    (problem,) = problems({"model_type": model_type})
+    assert f"\"{model_type}\" ({what}) is not supported, only 'm2m_100' is" in problem
 
 
 def test_a_missing_model_type() -> None:
@@ -231,7 +308,8 @@ def test_a_missing_model_type() -> None:
         ("d_model", "1024", "an integer from 4 to 65536"),
         ("d_model", None, "an integer from 4 to 65536"),
         ("d_model", 1 << 17, "an integer from 4 to 65536"),
-        ("encoder_layers", 0, "an integer from 1 to 1024"),
+        ("encoder_layers", -1, "an integer from 0 to 1024"),
+        ("decoder_layers", 0, "an integer from 1 to 1024"),
         ("decoder_layers", 1025, "an integer from 1 to 1024"),
         ("encoder_ffn_dim", -1, "an integer from 1 to"),
         ("decoder_ffn_dim", [], "an integer from 1 to"),
@@ -239,11 +317,13 @@ def test_a_missing_model_type() -> None:
         ("decoder_attention_heads", 0, "an integer from 1 to"),
         ("decoder_attention_heads", 2048, "a divisor of d_model (1024)"),
         ("vocab_size", (1 << 24) + 1, "an integer from 1 to 16777216"),
-        ("max_position_embeddings", 0, "an integer from 1 to"),
-        ("activation_function", "quick_gelu", "one of relu, gelu, gelu_new, gelu_pytorch_tanh, silu, swish"),
+        ("max_position_embeddings", -1, "an integer from 0 to"),
+        ("activation_function", "quick_gelu", f"one of {', '.join(ACTIVATIONS)}"),
         ("activation_function", ["relu"], "one of relu"),
         ("scale_embedding", 1, "true or false"),
-        ("tie_word_embeddings", False, "true (an output head of its own is not supported)"),
+        ("tie_word_embeddings", 0, "true or false"),
+        ("quantization_config", {"bits": 8}, "weights that are not quantized"),
+        ("per_layer_config", {}, "layers of one shape"),
         ("pad_token_id", 256206, "an integer from 0 to 256205"),
         ("pad_token_id", None, "an integer from 0 to 256205"),
         ("bos_token_id", -1, "an integer from 0 to 256205, or null"),
@@ -253,7 +333,7 @@ def test_a_missing_model_type() -> None:
         ("eos_token_id", None, "or an array of them"),
         ("decoder_start_token_id", 2.5, "an integer from 0 to 256205"),
         ("forced_bos_token_id", 300000, "an integer from 0 to 256205, or null"),
-        ("torch_dtype", "float64", "one of float32, float16, bfloat16"),
+        ("torch_dtype", "int8", "one of float32, float16, bfloat16, float64"),
         ("num_beams", 0, "an integer from 1 to"),
         ("length_penalty", "1", "a finite number"),
     ],

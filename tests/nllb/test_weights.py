@@ -17,7 +17,8 @@ from metrale.checkpoint import FLOAT_DTYPES, open_checkpoint
 from metrale.errors import CheckpointError
 from metrale.nllb import weights
 from metrale.nllb.config import NllbConfig
-from metrale.nllb.weights import EMBEDDING, TIED_NAMES, WeightMap, canonical_shapes, match_weights
+from metrale.nllb.embeddings import EMBEDDING, STORED_NAMES
+from metrale.nllb.weights import WeightMap, canonical_shapes, match_weights
 
 DEMO = Path(metrale.nllb.__file__).parents[1] / "demo_model"
 CONFIG = NllbConfig(
@@ -50,12 +51,6 @@ def problems(folder: Path, arrays: Arrays, config: NllbConfig = CONFIG) -> list[
         match(folder, arrays, config)
     assert caught.value.path == str(folder)
     return sorted(caught.value.problems)
-
-
-def with_ties(arrays: Arrays, names: tuple[str, ...]) -> Arrays:
-    table = arrays[EMBEDDING]
-    rest = {name: array for name, array in arrays.items() if name != EMBEDDING}
-    return rest | {name: table.copy() for name in names}
 
 
 def test_the_names_and_shapes_of_a_small_model() -> None:
@@ -118,49 +113,13 @@ def test_a_sharded_checkpoint_matches(tmp_path: Path) -> None:
         assert set(match_weights(CONFIG, checkpoint).sources) == set(arrays)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [(name,) for name in TIED_NAMES] + [TIED_NAMES[:2], TIED_NAMES[1:], TIED_NAMES],
-    ids=lambda names: "+".join(names),
-)
-def test_the_tied_matrix_is_found_under_any_of_its_names(tmp_path: Path, names: tuple[str, ...]) -> None:
-    found = match(tmp_path, with_ties(make("bf16"), names))
-    assert found.sources[EMBEDDING] == names[0]
-    assert set(found.sources) == set(found.shapes) == set(canonical_shapes(CONFIG))
-
-
-@pytest.mark.parametrize("dtype", list(FLOAT_DTYPES))
-@pytest.mark.parametrize("chunk", [1, 40, 1 << 20])
-def test_tied_matrices_must_be_equal_to_the_bit(
-    tmp_path: Path, dtype: str, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weights, "_COMPARE_BYTES", chunk)
-    arrays = make(dtype)
-    arrays[EMBEDDING][3] = np.nan
-    arrays[EMBEDDING][7, 2] = 0.0
-    arrays = with_ties(arrays, TIED_NAMES)
-    assert match(tmp_path, arrays).sources[EMBEDDING] == EMBEDDING  # NaNs of one pattern are equal
-    arrays["lm_head.weight"][7, 2] = -0.0
-    (problem,) = problems(tmp_path, arrays)
-    assert problem.startswith("tensors 'model.shared.weight' and 'lm_head.weight' must be equal")
-    assert problem.endswith("they differ in values, first in row 7")
-
-
-def test_tied_matrices_of_unlike_shape_or_dtype(tmp_path: Path) -> None:
-    arrays = with_ties(make(), TIED_NAMES[:3])
-    arrays[TIED_NAMES[1]] = arrays[TIED_NAMES[1]][:11].copy()
-    arrays[TIED_NAMES[2]] = arrays[TIED_NAMES[2]].astype(np.float16)
-    shape, dtype = sorted(problems(tmp_path, arrays), key=lambda problem: "dtype" in problem)
-    assert shape.endswith("differ in shape ([12, 4], [11, 4])")
-    assert dtype.endswith("differ in dtype (f32, f16)")
-
-
 def test_a_bare_model_without_the_prefix(tmp_path: Path) -> None:
     arrays = {name.removeprefix("model."): array for name, array in make().items()}
     arrays["encoder.embed_tokens.weight"] = arrays["shared.weight"].copy()
     arrays["encoder.embed_positions.weights"] = np.zeros((8, 4), np.float32)
     found = match(tmp_path, arrays)
-    assert found.sources == {name: name.removeprefix("model.") for name in canonical_shapes(CONFIG)}
+    expected = {name: name.removeprefix("model.") for name in canonical_shapes(CONFIG)}
+    assert found.sources == expected
 
 
 def test_a_tensor_with_and_without_the_prefix_is_ambiguous(tmp_path: Path) -> None:
@@ -170,6 +129,14 @@ def test_a_tensor_with_and_without_the_prefix_is_ambiguous(tmp_path: Path) -> No
     assert "is stored twice" in problem
     assert "'encoder.layers.0.fc1.bias'" in problem
     assert "'model.encoder.layers.0.fc1.bias'" in problem
+
+
+def test_one_prefix_too_many_and_one_for_all(tmp_path: Path) -> None:
+    arrays = {f"model.{name}": array for name, array in make().items()}
+    arrays["model.lm_head.weight"] = make()[EMBEDDING] + 1
+    arrays["model.final_logits_bias"] = np.ones((1, 12), np.float32)
+    found = match(tmp_path, arrays)
+    assert found.sources == {name: f"model.{name}" for name in (*canonical_shapes(CONFIG), "lm_head.weight")}
 
 
 def test_known_extras_are_left_aside_whatever_they_are(tmp_path: Path) -> None:
@@ -185,14 +152,14 @@ def test_every_fault_is_listed_in_one_error(tmp_path: Path) -> None:
     del arrays["model.decoder.layer_norm.weight"]
     arrays["model.encoder.layers.1.fc1.weight"] = np.zeros((5, 4), np.float32)
     arrays["model.decoder.layers.0.fc2.bias"] = np.zeros((4, 1), np.float32)
-    arrays["model.decoder.layers.1.fc2.bias"] = np.zeros(4, np.float64)
+    arrays["model.decoder.layers.1.fc2.bias"] = np.zeros(4, np.int32)
     arrays["model.decoder.layers.3.fc2.bias"] = np.zeros(4, np.float32)
     arrays["model.lm_head.bias\n"] = np.zeros(4, np.float32)
     assert problems(tmp_path, arrays) == [
         "missing tensor 'model.decoder.layer_norm.weight'",
         "missing tensor 'model.encoder.layers.0.self_attn.q_proj.bias'",
         "tensor 'model.decoder.layers.0.fc2.bias': shape [4, 1], expected [4] by the configuration",
-        "tensor 'model.decoder.layers.1.fc2.bias': dtype f64, expected one of f32, f16, bf16",
+        "tensor 'model.decoder.layers.1.fc2.bias': dtype i32, expected one of f32, f16, bf16, f64",
         "tensor 'model.encoder.layers.1.fc1.weight': shape [5, 4], expected [6, 4] by the configuration",
         "unknown tensor 'model.decoder.layers.3.fc2.bias'",
         "unknown tensor 'model.lm_head.bias\\n'",
@@ -204,7 +171,7 @@ def test_an_absent_embedding_names_where_it_may_be(tmp_path: Path) -> None:
     del arrays[EMBEDDING]
     (problem,) = problems(tmp_path, arrays)
     assert problem.startswith("missing tensor 'model.shared.weight'")
-    assert all(name in problem for name in TIED_NAMES)
+    assert all(name in problem for name in STORED_NAMES)
 
 
 @pytest.mark.parametrize("shape", [(12, 5), (12,), (), (4, 12, 4)], ids=repr)

@@ -54,7 +54,8 @@ def embed(v: Values) -> dict[str, Array]:
     for row, position in enumerate(v["positions"]):
         cell = -1 if v["cell_index"] is None else v["cell_index"][row]
         token = v["cells"][cell] if cell >= 0 else v["ids"][row]
-        rows.append(v["scale"] * _f64(v["table"][token]) + _f64(v["position_table"][position]))
+        shift = _f64(v["position_table"][position]) if token != v["blank"] else 0.0
+        rows.append(v["scale"] * _f64(v["table"][token]) + shift)
     return {"out": np.stack(rows)}
 
 

@@ -32,6 +32,7 @@ def inputs_of(ids: list[int], cells: list[int] | None, cell_index: list[int] | N
         "vocab": 10,
         "position_count": 1,
         "cell_count": 0 if cells is None else len(cells),
+        "blank": -1,
         "scale": 1.0,
     }
 
