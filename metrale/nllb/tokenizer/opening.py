@@ -8,14 +8,18 @@ from typing import Final
 
 from metrale.checkpoint import require_folder
 from metrale.checks import integer
-from metrale.nllb.tokenizer.nllb import open_nllb
+from metrale.errors import CheckpointError
+from metrale.nllb.tokenizer.files import ADDED, CONFIG, SPECIAL_MAP, WHOLE
+from metrale.nllb.tokenizer.json_vocabulary import open_tokenizer_json
+from metrale.nllb.tokenizer.m2m import open_m2m
+from metrale.nllb.tokenizer.nllb import VOCAB_FILE, open_nllb
 from metrale.nllb.tokenizer.spm_file import MODEL_FILE
 from metrale.nllb.tokenizer.tokenizer import Tokenizer
 
-TOKENIZER_FILES: Final = (MODEL_FILE,)
+TOKENIZER_FILES: Final = (MODEL_FILE, VOCAB_FILE, WHOLE, CONFIG, SPECIAL_MAP, ADDED)
 """Every file of a tokenizer."""
 
-VOCABULARIES: Final = MODEL_FILE
+VOCABULARIES: Final = f"{MODEL_FILE} or {WHOLE}"
 """The files that hold a vocabulary, in words."""
 
 
@@ -52,4 +56,11 @@ def open_tokenizer(path: str | os.PathLike[str], *, vocab_size: int | None = Non
     folder = require_folder(path)
     if not has_tokenizer(folder):
         return None
-    return open_nllb(folder, vocab_size)
+    found = {name for name in TOKENIZER_FILES if os.path.lexists(folder / name)}
+    if VOCAB_FILE in found:
+        return open_m2m(folder, vocab_size)
+    if MODEL_FILE in found:
+        return open_nllb(folder, vocab_size)
+    if WHOLE in found:
+        return open_tokenizer_json(folder, vocab_size)
+    raise CheckpointError(folder, f"holds {', '.join(sorted(found))} and no vocabulary: expected {VOCABULARIES}")

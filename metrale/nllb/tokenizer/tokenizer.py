@@ -163,7 +163,7 @@ class Tokenizer:
         Parameters
         ----------
         code : str
-            One of ``languages``, spelt exactly so.
+            One of ``languages``, spelt exactly so; of M2M-100 also as the vocabulary has it, ``__fr__`` for ``fr``.
         argument : str
             The name of the caller's argument, for the error.
 
@@ -172,7 +172,7 @@ class Tokenizer:
         UnknownLanguage
             With up to three codes that may have been meant, for ISO 639 codes and English names too.
         """
-        found = self.layout.languages.get(code) if isinstance(code, str) else None
+        found = self.layout.language_id(code) if isinstance(code, str) else None
         if found is None:
             near = near_languages(code, self.languages) if isinstance(code, str) else ()
             raise UnknownLanguage(argument, code[:80] if isinstance(code, str) else code, near)
