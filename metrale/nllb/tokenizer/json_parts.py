@@ -7,7 +7,7 @@ let through; the rest is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from metrale.checkpoint.json_fields import shown
@@ -49,11 +49,23 @@ def unfit_parts(whole: Mapping[str, object]) -> Iterator[str]:
         yield f"model: vocab: expected an object, got {shown(model.get('vocab'))}"
 
 
-def served_parts(whole: Mapping[str, object]) -> dict[str, object]:
-    """Return the parts that make ids and text; the language, ``</s>``, padding and cutting are no concern of them."""
-    kept = ("version", "added_tokens", "normalizer", "pre_tokenizer", "decoder", "model")
+def served_parts(whole: Mapping[str, object], is_language: Callable[[str], bool]) -> dict[str, object]:
+    """Return the parts that make ids and text; the language, ``</s>``, padding and cutting are no concern of them.
+
+    A language is a special token here, whatever the file says: in a text it is text.
+    """
+    kept = ("version", "normalizer", "pre_tokenizer", "decoder", "model")
     empty = dict.fromkeys(("truncation", "padding", "post_processor"))
-    return {**{name: whole.get(name) for name in kept}, **empty}
+    added = whole.get("added_tokens")
+    tokens = [_guarded(entry, is_language) for entry in added] if isinstance(added, list) else added
+    return {**{name: whole.get(name) for name in kept}, **empty, "added_tokens": tokens}
+
+
+def _guarded(entry: object, is_language: Callable[[str], bool]) -> object:
+    content = entry.get("content") if isinstance(entry, dict) else None
+    if isinstance(entry, dict) and isinstance(content, str) and is_language(content):
+        return {**entry, "special": True}
+    return entry
 
 
 def _flat(part: object, members: str) -> list[object]:

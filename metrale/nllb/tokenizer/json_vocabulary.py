@@ -17,6 +17,7 @@ from metrale.nllb.tokenizer import m2m, nllb
 from metrale.nllb.tokenizer.files import WHOLE, TokenizerFiles
 from metrale.nllb.tokenizer.json_parts import served_parts, unfit_parts
 from metrale.nllb.tokenizer.layout import HEAD, MASK, Layout
+from metrale.nllb.tokenizer.spm_file import MODEL_FILE
 from metrale.nllb.tokenizer.subwords import Span
 from metrale.nllb.tokenizer.tokenizer import Tokenizer
 
@@ -71,7 +72,7 @@ def open_tokenizer_json(folder: Path, vocab_size: int | None) -> Tokenizer:
     """Open a folder that has ``tokenizer.json`` and no SentencePiece model."""
     files = TokenizerFiles.read(folder)
     if files.config.get("tokenizer_class") == m2m.CLASS:
-        wanted = f"{nllb.VOCAB_FILE} and {nllb.MODEL_FILE}"
+        wanted = f"{nllb.VOCAB_FILE} and {MODEL_FILE}"
         raise CheckpointError(folder, f"holds {WHOLE} alone, and {m2m.FAMILY}'s tokenizer is made of {wanted}")
     path = folder / WHOLE
     problems = [*files.unfit([nllb.CLASS]), *(f"{WHOLE}: {phrase}" for phrase in unfit_parts(files.whole))]
@@ -93,7 +94,13 @@ def open_tokenizer_json(folder: Path, vocab_size: int | None) -> Tokenizer:
     if problems:
         raise CheckpointError(folder, problems)
     rows = entries if vocab_size is None else vocab_size
-    return Tokenizer("tokenizer.json by tokenizers", rows, _layout(library, ids), JsonSubwords(path, library))
+    return Tokenizer(
+        "tokenizer.json by tokenizers",
+        rows,
+        _layout(library, ids),
+        JsonSubwords(path, library),
+        files.asks_legacy_order,
+    )
 
 
 def _load(path: Path, whole: Mapping[str, object]) -> Any:
@@ -104,12 +111,16 @@ def _load(path: Path, whole: Mapping[str, object]) -> Any:
             path.parent,
             f"holds its vocabulary in {WHOLE} alone, which is read by the package tokenizers: {EXTRA} ({error})",
         ) from error
-    text = json.dumps(served_parts(whole))
+    text = json.dumps(served_parts(whole, _is_language))
     with contained(path):
         library = tokenizers.Tokenizer.from_str(text)
         library.encode_special_tokens = True  # special tokens in a text are text
         library.encode(" a ", add_special_tokens=False)
     return library
+
+
+def _is_language(token: str) -> bool:
+    return any(pattern.fullmatch(token) for pattern in (nllb.LANGUAGE, m2m.LANGUAGE))
 
 
 def _contradictions(files: TokenizerFiles, ids: Mapping[str, int]) -> Iterator[str]:

@@ -72,7 +72,7 @@ def open_m2m(folder: Path, vocab_size: int | None) -> Tokenizer:
         tokens,
     )
     rows = entries if vocab_size is None else vocab_size
-    return Tokenizer(f"{FAMILY} by SentencePiece", rows, layout, subwords)
+    return Tokenizer(f"{FAMILY} by SentencePiece", rows, layout, subwords, files.asks_legacy_order)
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:

@@ -63,7 +63,7 @@ def open_nllb(folder: Path, vocab_size: int | None) -> Tokenizer:
         mask_id=mask,
     )
     rows = entries if vocab_size is None else vocab_size
-    return Tokenizer(f"{FAMILY} by SentencePiece", rows, layout, subwords)
+    return Tokenizer(f"{FAMILY} by SentencePiece", rows, layout, subwords, files.asks_legacy_order)
 
 
 def sorted_out(

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from metrale.checkpoint import require_folder
@@ -29,7 +31,9 @@ def has_tokenizer(path: str | os.PathLike[str]) -> bool:
     return any(os.path.lexists(os.path.join(path, name)) for name in TOKENIZER_FILES)
 
 
-def open_tokenizer(path: str | os.PathLike[str], *, vocab_size: int | None = None) -> Tokenizer | None:
+def open_tokenizer(
+    path: str | os.PathLike[str], *, vocab_size: int | None = None, legacy_order: bool = False
+) -> Tokenizer | None:
     """Open the tokenizer of a checkpoint's folder.
 
     Parameters
@@ -39,6 +43,8 @@ def open_tokenizer(path: str | os.PathLike[str], *, vocab_size: int | None = Non
     vocab_size : int, optional
         Rows of the checkpoint's embedding. More rows than the tokenizer has entries are fine. Without it, the
         number of entries.
+    legacy_order : bool
+        Whether ``encode_source`` puts the language after the text, as `metrale.load` says.
 
     Returns
     -------
@@ -54,8 +60,11 @@ def open_tokenizer(path: str | os.PathLike[str], *, vocab_size: int | None = Non
     if vocab_size is not None:
         vocab_size = integer("vocab_size", vocab_size, 1)
     folder = require_folder(path)
-    if not has_tokenizer(folder):
-        return None
+    tokenizer = _open(folder, vocab_size) if has_tokenizer(folder) else None
+    return replace(tokenizer, legacy_order=True) if tokenizer is not None and legacy_order else tokenizer
+
+
+def _open(folder: Path, vocab_size: int | None) -> Tokenizer:
     found = {name for name in TOKENIZER_FILES if os.path.lexists(folder / name)}
     if VOCAB_FILE in found:
         return open_m2m(folder, vocab_size)

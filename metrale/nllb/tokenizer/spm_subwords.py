@@ -104,7 +104,7 @@ class M2mSubwords:
 
     def text_of(self, pieces: list[str]) -> str:
         """Return the text of pieces; the spaces around it are left out, as transformers does for this family."""
-        return "".join(pieces).replace(SPACE, " ").strip()
+        return str(self.processor.decode(pieces)).strip() if pieces else ""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids of pieces."""
