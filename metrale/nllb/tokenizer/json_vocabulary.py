@@ -158,7 +158,9 @@ def _contradictions(files: TokenizerFiles, ids: Mapping[str, int]) -> Iterator[s
             found = ids.get(claim.content) if isinstance(claim.content, str) else None
             if found is None or isinstance(claim.number, bool) or claim.number != found:
                 said = f"{claim.source}: {shown(claim.content)} has id {shown(claim.number)}"
-                yield f"{said}, {'none' if found is None else found} in {WHOLE}"
+                yield f"{said}, and " + (
+                    f"{WHOLE} lacks it" if found is None else f"{found} by the vocabulary of {WHOLE}"
+                )
                 break
     for source, key, contents in files.lists():
         unknown = [content for content in contents if not isinstance(content, str) or content not in ids]

@@ -90,7 +90,7 @@ class SplitSubwords:
         parts = list(self._cut(text))
         for index, part in enumerate(parts):
             # Two stretches of text are never side by side: what follows text is a token.
-            if part.number is None and index + 1 < len(parts):
+            if part.number is None and index + 1 < len(parts) and self.space_id is not None:
                 spaced = _inside(self.inner.processor, part.text)[0].endswith(SPACE)
                 part = replace(part, spaced=spaced)
             yield part
