@@ -266,6 +266,7 @@ def test_unknown_language_has_near_matches(typed: str, near: tuple[str, ...], to
 def test_near_matches_stay_within_the_given_languages() -> None:
     assert near_languages("zh", ["zho_Hant", "eng_Latn"]) == ("zho_Hant",)
     assert near_languages("fr", ["eng_Latn"]) == ()
+    assert near_languages("Arabic", limit=1) == ("arb_Arab",)
 
 
 @pytest.mark.parametrize("code", [None, 17, ["eng_Latn"]])

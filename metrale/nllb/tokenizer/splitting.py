@@ -66,7 +66,7 @@ class SplitSubwords:
             if part.number is not None:
                 result.append(part.number)
                 continue
-            result += self.inner.encode(part.text.replace(SPACE, " "))
+            result += self.inner.encode(part.text)
             if part.spaced and self.space_id is not None:
                 result.append(self.space_id)
         return result
@@ -83,7 +83,7 @@ class SplitSubwords:
         """Yield what of the text became ``<unk>``."""
         for part in self._parts(text):
             if part.number is None:
-                for start, stop in self.inner.unknown_spans(part.text.replace(SPACE, " ")):
+                for start, stop in self.inner.unknown_spans(part.text):
                     yield part.origins[start], source_end(part.origins, stop)
 
     def _parts(self, text: str) -> Iterator[_Part]:

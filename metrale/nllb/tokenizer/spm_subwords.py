@@ -148,4 +148,6 @@ def unknown_pieces(processor: SentencePieceProcessor, text: str, unknown: Sequen
 def source_end(origins: Sequence[int], stop: int) -> int:
     """Return where in a text the code point ends that the one before ``stop`` of its normalised form came from."""
     last = origins[stop - 1]
-    return next((origin for origin in origins[stop:] if origin > last), origins[-1])
+    while stop < len(origins) - 1 and origins[stop] <= last:
+        stop += 1
+    return origins[stop]
