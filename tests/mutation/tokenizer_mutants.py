@@ -32,7 +32,6 @@ TOKENIZER_MUTANTS: list[Mutant] = [
         ("first = word if word < position else start", "first = start"),
         ("first = word if word < position else start", "first = word"),
         ("while stop - 1 > origins[position - 1] and not", "while stop - 1 > origins[position - 1] and"),
-        ("while stop - 1 > origins[position - 1] and", "while stop > origins[position - 1] and"),
         ("yield origins[first], stop", "yield origins[first], origins[position]"),
         ("origins[stop] <= last", "origins[stop] < last"),
     ),

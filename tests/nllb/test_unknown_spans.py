@@ -12,6 +12,7 @@ import pytest
 
 from metrale import InvalidInput, demo_model_path
 from metrale.nllb.tokenizer import Tokenizer
+from tests.nllb.m2m_folder import m2m_tokenizer_folder, m2m_vocabulary
 from tests.nllb.opened import KINDS, opened
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "tokenizer_cases.json").read_text(encoding="ascii"))["cases"]
@@ -106,6 +107,8 @@ def test_pieces_without_an_id_are_lost_where_they_stand(tmp_path: Path) -> None:
     assert lost("see  the door") == ["the"]
     assert lost("the see") == ["the"]
     assert lost("finer qer") == ["er", "er"]
+    spaceless = opened(m2m_tokenizer_folder(tmp_path / "spaceless", m2m_vocabulary(without=["\u2581"])))
+    assert spaceless.unknown_spans("open 123") == ((4, 5),), "a space that is a piece alone is lost itself"
     # It has an entry for two characters side by side that SentencePiece does not know, and one for one of them.
     assert lost("\u65e5\u672c \U0001f600 \u65e5\u672c\u65e5") == ["\u65e5\u672c\u65e5"]
 
