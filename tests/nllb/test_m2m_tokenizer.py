@@ -189,6 +189,7 @@ def wrong_vocabularies() -> list[tuple[dict[str, Any], str]]:
         ({**right, "extra": last + 5}, "expected the ids from 0 to 8028, each once"),
         ({**right, "extra": "8028"}, "expected the ids from 0 to 8028, each once"),
         ({**right, "extra": True}, "expected the ids from 0 to 8028, each once"),
+        ({**right, "<pad>": True}, "expected the ids from 0 to 8027, each once"),
         ({**right, "__fr__": last + 1}, "has '__fr__', expected it behind the vocabulary"),
         ({"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4}, "lacks 8023 of the 8027 pieces of sentencepiece"),
     ]

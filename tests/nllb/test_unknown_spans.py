@@ -12,6 +12,7 @@ import pytest
 
 from metrale import InvalidInput, demo_model_path
 from metrale.nllb.tokenizer import Tokenizer
+from metrale.nllb.tokenizer.subwords import joined
 from tests.nllb.m2m_folder import m2m_tokenizer_folder, m2m_vocabulary
 from tests.nllb.opened import KINDS, opened
 
@@ -117,3 +118,8 @@ def test_pieces_without_an_id_are_lost_where_they_stand(tmp_path: Path) -> None:
 def test_what_is_no_text_is_refused(text: str, tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidInput, match="text: expected "):
         tokenizer.unknown_spans(text)
+
+
+def test_spans_are_joined() -> None:
+    assert joined([(4, 5), (0, 3), (1, 2), (3, 4), (7, 9)]) == ((0, 5), (7, 9))
+    assert joined([]) == ()
