@@ -24,7 +24,7 @@ from metrale.nllb.passes import Passes
 from metrale.nllb.plan import MemoryPlan, check_launches, check_memory, check_pool, plan_memory
 from metrale.nllb.sequences import SequenceTable
 from metrale.nllb.slot_rules import SlotRules
-from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.nllb.tokenizer import Tokenizer
 from metrale.nllb.turns import Turn
 from metrale.nllb.unsupported import TranslationOnly
 from metrale.nllb.weights import WeightMap
@@ -42,14 +42,16 @@ class NllbCore(TranslationOnly):
         weights: WeightMap,
         *,
         languages: Languages | None = None,
-        tokenizer: NllbTokenizer | None = None,
+        tokenizer: Tokenizer | None = None,
         owns_gpu: bool = False,
+        legacy_order: bool = False,
     ) -> None:
         self.shape: Final = shape
         self.config: Final = shape.config
         self.gpu: Final = gpu
         self.tokenizer: Final = tokenizer
         self.languages: Final = languages or Languages()
+        self.legacy_order: Final = legacy_order
         self._lock = threading.RLock()
         with ExitStack() as undo:
             if owns_gpu:
@@ -82,7 +84,7 @@ class NllbCore(TranslationOnly):
             self._teardown: ExitStack | None = undo.pop_all()  # runs newest first
         self._table = SequenceTable(self._pool, shape.limits.max_batch)
         self._adapters = AdapterSlots(shape.limits.max_adapters, self._table)
-        self._admission = Admission(shape, self.languages, self._table, self._adapters)
+        self._admission = Admission(shape, self.languages, self._table, self._adapters, legacy_order=legacy_order)
 
     def __enter__(self) -> Self:
         return self

@@ -31,10 +31,12 @@ class NllbModel(LifecycleCalls, ScoringCalls, LogitsCalls, AdapterCalls, StreamC
     weights : WeightMap
         Where the checkpoint keeps each tensor.
     languages : Languages
-    tokenizer : NllbTokenizer or None
+    tokenizer : Tokenizer or None
         For those who want text; the model itself uses ids.
     owns_gpu : bool
         Whether `close` closes the backend.
+    legacy_order : bool
+        Whether a source's language follows it; see `metrale.nllb.source.framed`.
 
     Raises
     ------

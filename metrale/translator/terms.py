@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from metrale.errors import InvalidInput
 from metrale.nllb.model import NllbModel
-from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.nllb.tokenizer import Tokenizer
 from metrale.translator.translation import Languages
 
 OneOrEach = str | Sequence[str | None] | None
@@ -61,10 +61,10 @@ class TermsReader:
     Parameters
     ----------
     model : NllbModel
-    tokenizer : NllbTokenizer
+    tokenizer : Tokenizer
     """
 
-    def __init__(self, model: NllbModel, tokenizer: NllbTokenizer) -> None:
+    def __init__(self, model: NllbModel, tokenizer: Tokenizer) -> None:
         self._model = model
         self._tokenizer = tokenizer
 
@@ -90,9 +90,7 @@ class TermsReader:
                 raise InvalidInput(argument, f"a language code here, or as {argument}= where the model is loaded", None)
             return [self._tokenizer.language_code(default)] * count
         codes = _each(argument, given, count, "code", "a language code")
-        for code in dict.fromkeys(codes) if isinstance(given, str) else codes:
-            self._tokenizer.language_id(code, argument)
-        return codes
+        return [self._tokenizer.language_code(self._tokenizer.language_id(code, argument)) for code in codes]
 
     def _prefixes(self, given: OneOrEach, count: int) -> list[tuple[int, ...]]:
         if given is None:

@@ -16,6 +16,7 @@ from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
 from tests.mutation.search_mutants import SEARCH_MUTANTS
 from tests.mutation.serving_mutants import SERVING_MUTANTS
+from tests.mutation.tokenizer_mutants import TOKENIZER_MUTANTS
 
 # Those that notice first stand first; the slow ones about memory have nothing to say about these rules.
 _NUMBERS = (*files("logits"), "-k", "not float16")
@@ -117,10 +118,8 @@ MODEL_MUTANTS: list[Mutant] = [
         "languages",
         "metrale.nllb.admission",
         _BOTH,
-        ("source = (source_language, *tokens, self", "source = (*tokens, source_language, self"),
-        ("source = (source_language, *tokens, self", "source = (target_language, *tokens, self"),
-        ("*tokens, self._shape.config.eos_token_id[0])", "*tokens)"),
-        ("self._shape.config.eos_token_id[0])", "2)"),
+        ("framed(source_language, tokens", "framed(target_language, tokens"),
+        ("eos = self._shape.config.eos_token_id[0]", "eos = 2"),
         ('asked.src_lang_id, self._languages.source, "source"', 'asked.src_lang_id, self._languages.target, "source"'),
         ('asked.tgt_lang_id, self._languages.target, "target"', 'asked.src_lang_id, self._languages.target, "target"'),
         ("        if language:\n            return language\n", ""),
@@ -306,6 +305,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("np.isinf(converted) & np.isfinite(array)", "np.isinf(converted)"),
     ),
     *SERVING_MUTANTS,
+    *TOKENIZER_MUTANTS,
     *SEARCH_MUTANTS,
     *ADAPTER_MUTANTS,
     *CHECKPOINT_MUTANTS,
