@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.machine import describe, usable_cores
 from benchmarks.texts import sentences
 from metrale import Translator, demo_model_path
-from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.nllb.tokenizer import open_tokenizer
 
 SOURCE, TARGET = "eng_Latn", "fra_Latn"
 COUNT, MAX_NEW_TOKENS = 200, 64
@@ -54,7 +54,8 @@ def ctranslate2_run(batch: int, threads: int, folder: str) -> Run:
 
     vocabulary = json.loads(Path(folder, "shared_vocabulary.json").read_text(encoding="utf-8"))
     ids = {token: index for index, token in enumerate(vocabulary)}
-    tokenizer = NllbTokenizer.from_dir(demo_model_path())
+    tokenizer = open_tokenizer(demo_model_path())
+    assert tokenizer is not None
     source = [[vocabulary[i] for i in tokenizer.encode_source(text, SOURCE)] for text in sentences(COUNT)]
     translator = ctranslate2.Translator(folder, device="cpu", compute_type="float32", intra_threads=threads)
 

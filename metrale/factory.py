@@ -25,7 +25,7 @@ from metrale.nllb.limits import ModelShape, ServingLimits
 from metrale.nllb.lora import check_adapter
 from metrale.nllb.model import NllbModel
 from metrale.nllb.plan import MemoryPlan, plan_memory
-from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
+from metrale.nllb.tokenizer import VOCABULARIES, Tokenizer, open_tokenizer
 from metrale.nllb.weights import match_weights
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,9 @@ def load(
     config = _config(path)
     with open_checkpoint(path) as checkpoint:
         weights = match_weights(config, checkpoint)
-        tokenizer = _tokenizer(path, weights.vocab_size)
+        tokenizer = open_tokenizer(path, vocab_size=weights.vocab_size)
+        if tokenizer is None:
+            log.info("%s: no tokenizer (%s); the model serves token ids only", path, VOCABULARIES)
         languages = Languages(
             _language("source", source, tokenizer, weights.vocab_size),
             _language("target", target, tokenizer, weights.vocab_size),
@@ -238,19 +240,11 @@ def element_type(dtype: str, gpu: GpuBackend) -> str:
     return "bf16" if gpu.limits().compute_capability >= (8, 0) else "f16"
 
 
-def _tokenizer(path: PathLike, vocab: int) -> NllbTokenizer | None:
-    """Return the folder's tokenizer, or None when the folder has none at all."""
-    if os.path.lexists(os.path.join(path, MODEL_FILE)):
-        return NllbTokenizer.from_dir(path, vocab_size=vocab)
-    log.info("%s: no %s; the model serves token ids only", path, MODEL_FILE)
-    return None
-
-
-def _language(argument: str, given: str | int | None, tokenizer: NllbTokenizer | None, vocab: int) -> int | None:
+def _language(argument: str, given: str | int | None, tokenizer: Tokenizer | None, vocab: int) -> int | None:
     if given is None:
         return None
     if not isinstance(given, str):
         return token_id(argument, given, vocab)
     if tokenizer is None:
-        raise InvalidInput(argument, f"a token id (without {MODEL_FILE} the checkpoint knows no codes)", repr(given))
+        raise InvalidInput(argument, "a token id (without a tokenizer the checkpoint knows no codes)", repr(given))
     return tokenizer.language_id(given, argument)

@@ -14,7 +14,7 @@ from metrale.checkpoint.peft import CONFIG_FILE as ADAPTER_FILE
 from metrale.checkpoint.peft import WEIGHTS_FILE as ADAPTER_WEIGHTS_FILE
 from metrale.nllb.config import CONFIG_FILE, GENERATION_FILE
 from metrale.nllb.model import NllbModel
-from metrale.nllb.tokenizer import MODEL_FILE
+from metrale.nllb.tokenizer import TOKENIZER_FILES
 
 _WEIGHTS: Final = "*.safetensors*"  # their index as well
 _END_BYTES: Final = 1 << 20
@@ -62,7 +62,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    named = [folder / name for name in (CONFIG_FILE, GENERATION_FILE, MODEL_FILE)]
+    named = [folder / name for name in (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES)]
     yield from (path for path in [*named, *sorted(folder.glob(_WEIGHTS))] if path.is_file())
 
 

@@ -17,7 +17,7 @@ from metrale.cli.model_options import add_model_arguments, choose_model, device_
 from metrale.cli.output import to_json, write_lines
 from metrale.factory import element_type, memory_plan, open_device
 from metrale.nllb.config import NllbConfig
-from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
+from metrale.nllb.tokenizer import open_tokenizer
 from metrale.nllb.weights import match_weights
 
 
@@ -59,7 +59,7 @@ def gather(path: Path, device: str, dtype: str, limits: dict[str, int]) -> dict[
     config = NllbConfig.from_dir(path)
     with open_checkpoint(path) as checkpoint:
         weights = match_weights(config, checkpoint)
-    tokenizer = NllbTokenizer.from_dir(path, vocab_size=weights.vocab_size) if (path / MODEL_FILE).exists() else None
+    tokenizer = open_tokenizer(path, vocab_size=weights.vocab_size)
     with open_device(device) as gpu:
         plan = memory_plan(path, gpu, dtype, **limits)
         computed = dtypes.long_name(element_type(dtype, gpu))

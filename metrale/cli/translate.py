@@ -27,7 +27,7 @@ from metrale.cli.sampling_options import add_sampling_arguments, sampling_of, sa
 from metrale.cli.signals import Signals
 from metrale.demo import DEMO_LANGUAGES
 from metrale.nllb.languages import LANGUAGE_NAMES
-from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
+from metrale.nllb.tokenizer import VOCABULARIES, has_tokenizer, open_tokenizer
 from metrale.translator import Options, Translator
 
 _DESCRIPTION: Final = """\
@@ -135,8 +135,8 @@ def run(args: argparse.Namespace) -> int:
             )
             return DONE
         languages = _languages(args, model, console)
-        if not (model.path / MODEL_FILE).exists():
-            raise Failure(UNUSABLE, f"{model.path}: holds no tokenizer ({MODEL_FILE})")
+        if not has_tokenizer(model.path):
+            raise Failure(UNUSABLE, f"{model.path}: holds no tokenizer ({VOCABULARIES})")
         constraints = constraints_of(args, model.path)
         asked = _asked(args, languages, adapter, {"sampling": sampling, **beams, **constraints})
         texts = _texts(args, console, stream)
@@ -246,7 +246,10 @@ def _languages(args: argparse.Namespace, model: ModelChoice, console: Console) -
 
 
 def _list_languages(path: Path, *, as_json: bool) -> None:
-    pairs = [(code, LANGUAGE_NAMES.get(code, "")) for code in NllbTokenizer.from_dir(path).languages]
+    tokenizer = open_tokenizer(path)
+    if tokenizer is None:
+        raise Failure(UNUSABLE, f"{path}: holds no tokenizer ({VOCABULARIES})")
+    pairs = [(code, LANGUAGE_NAMES.get(code, "")) for code in tokenizer.languages]
     if as_json:
         write_lines([to_json({"code": code, "name": name}) for code, name in pairs])
     else:

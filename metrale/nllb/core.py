@@ -24,7 +24,7 @@ from metrale.nllb.passes import Passes
 from metrale.nllb.plan import MemoryPlan, check_launches, check_memory, check_pool, plan_memory
 from metrale.nllb.sequences import SequenceTable
 from metrale.nllb.slot_rules import SlotRules
-from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.nllb.tokenizer import Tokenizer
 from metrale.nllb.turns import Turn
 from metrale.nllb.unsupported import TranslationOnly
 from metrale.nllb.weights import WeightMap
@@ -42,7 +42,7 @@ class NllbCore(TranslationOnly):
         weights: WeightMap,
         *,
         languages: Languages | None = None,
-        tokenizer: NllbTokenizer | None = None,
+        tokenizer: Tokenizer | None = None,
         owns_gpu: bool = False,
     ) -> None:
         self.shape: Final = shape

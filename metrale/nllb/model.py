@@ -31,7 +31,7 @@ class NllbModel(LifecycleCalls, ScoringCalls, LogitsCalls, AdapterCalls, StreamC
     weights : WeightMap
         Where the checkpoint keeps each tensor.
     languages : Languages
-    tokenizer : NllbTokenizer or None
+    tokenizer : Tokenizer or None
         For those who want text; the model itself uses ids.
     owns_gpu : bool
         Whether `close` closes the backend.

@@ -12,7 +12,7 @@ from metrale.errors import InvalidInput
 from metrale.model import SamplingParams
 from metrale.nllb.admission import FRAME_LEN
 from metrale.nllb.model import NllbModel
-from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.nllb.tokenizer import Tokenizer
 from metrale.translator.options import TranslationOptions, renamed
 from metrale.translator.terms import Terms
 from metrale.translator.translation import Translation, TranslationHypothesis
@@ -35,7 +35,7 @@ class JobMaker:
     Attributes
     ----------
     model : NllbModel
-    tokenizer : NllbTokenizer
+    tokenizer : Tokenizer
     options : TranslationOptions
     sampling : SamplingParams
         What the options come to.
@@ -44,7 +44,7 @@ class JobMaker:
     """
 
     model: NllbModel
-    tokenizer: NllbTokenizer
+    tokenizer: Tokenizer
     options: TranslationOptions
     sampling: SamplingParams
     first_index: int = 0

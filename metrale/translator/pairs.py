@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from metrale.errors import InvalidInput
 from metrale.model import ScoreReq
 from metrale.nllb.model import NllbModel
-from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.nllb.tokenizer import Tokenizer
 from metrale.translator.jobs import fitting
 from metrale.translator.scoring import Scorer
 from metrale.translator.terms import Terms
@@ -17,7 +17,7 @@ from metrale.translator.translation import Scored
 
 def score_pairs(
     model: NllbModel,
-    tokenizer: NllbTokenizer,
+    tokenizer: Tokenizer,
     scorer: Scorer,
     pairs: tuple[Sequence[str], Sequence[str]],
     terms: Sequence[Terms],
@@ -60,7 +60,7 @@ def score_pairs(
     ]
 
 
-def _encoded(tokenizer: NllbTokenizer, argument: str, texts: Sequence[str]) -> list[list[int]]:
+def _encoded(tokenizer: Tokenizer, argument: str, texts: Sequence[str]) -> list[list[int]]:
     try:
         return tokenizer.encode_batch(texts)
     except InvalidInput as error:

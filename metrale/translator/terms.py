@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from metrale.errors import InvalidInput
 from metrale.nllb.model import NllbModel
-from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.nllb.tokenizer import Tokenizer
 from metrale.translator.translation import Languages
 
 OneOrEach = str | Sequence[str | None] | None
@@ -61,10 +61,10 @@ class TermsReader:
     Parameters
     ----------
     model : NllbModel
-    tokenizer : NllbTokenizer
+    tokenizer : Tokenizer
     """
 
-    def __init__(self, model: NllbModel, tokenizer: NllbTokenizer) -> None:
+    def __init__(self, model: NllbModel, tokenizer: Tokenizer) -> None:
         self._model = model
         self._tokenizer = tokenizer
 

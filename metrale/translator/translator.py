@@ -16,7 +16,7 @@ from metrale.engine import Engine, EngineClosed, Generated, RequestHandle
 from metrale.errors import InvalidInput, SequenceError
 from metrale.factory import load
 from metrale.nllb.model import NllbModel
-from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
+from metrale.nllb.tokenizer import VOCABULARIES, Tokenizer
 from metrale.translator.jobs import Job, JobMaker, blank
 from metrale.translator.options import Options, TranslationOptions
 from metrale.translator.pairs import score_pairs
@@ -68,8 +68,8 @@ class Translator:
         self._owns_model = not isinstance(model, NllbModel)
         if self.model.tokenizer is None:
             self.close()
-            raise InvalidInput("model", f"a checkpoint with a tokenizer ({MODEL_FILE})", "one that serves ids only")
-        self._tokenizer: NllbTokenizer = self.model.tokenizer
+            raise InvalidInput("model", f"a checkpoint with a tokenizer ({VOCABULARIES})", "one that serves ids only")
+        self._tokenizer: Tokenizer = self.model.tokenizer
         self._terms = TermsReader(self.model, self._tokenizer)
         self._gate = threading.Lock()
         self._scorer = Scorer(self.model, self._gate, self._check_open)
