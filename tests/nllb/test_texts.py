@@ -15,7 +15,7 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from metrale.errors import InvalidInput
-from metrale.nllb.tokenizer import NllbTokenizer
+from metrale.nllb.tokenizer import Tokenizer
 from tests.nllb.strings import REFUSED
 from tests.nllb.texts import (
     DATA,
@@ -25,6 +25,7 @@ from tests.nllb.texts import (
     Text,
     digests,
     model_folder,
+    opened,
     read_record,
     read_vocabulary,
     text_sets,
@@ -46,8 +47,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def tokenizers(folders: dict[str, Path]) -> dict[str, NllbTokenizer]:
-    return {name: NllbTokenizer.from_dir(folder) for name, folder in folders.items()}
+def tokenizers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
+    return {name: opened(folder) for name, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def processors(folders: dict[str, Path]) -> dict[str, SentencePieceProcessor]:
     return {name: SentencePieceProcessor(model_file=str(folder / MODEL_FILE)) for name, folder in folders.items()}
 
 
-def encoded(tokenizer: NllbTokenizer, texts: list[Text]) -> dict[str, list[int]]:
+def encoded(tokenizer: Tokenizer, texts: list[Text]) -> dict[str, list[int]]:
     """The ids of texts by their keys."""
     return {one.key: ids for one, ids in zip(texts, tokenizer.encode_batch([one.text for one in texts]), strict=True)}
 
@@ -83,7 +84,7 @@ def test_the_texts_are_many() -> None:
 
 
 @pytest.mark.parametrize(("vocabulary", "kind"), CASES)
-def test_ids_are_transformers(vocabulary: str, kind: str, tokenizers: dict[str, NllbTokenizer]) -> None:
+def test_ids_are_transformers(vocabulary: str, kind: str, tokenizers: dict[str, Tokenizer]) -> None:
     recorded = RECORD[f"nllb {vocabulary}"][kind]
     found = digests(SETS[kind], list(encoded(tokenizers[vocabulary], SETS[kind]).values()), recorded["differing"])
     wrong = [
@@ -96,7 +97,7 @@ def test_ids_are_transformers(vocabulary: str, kind: str, tokenizers: dict[str, 
 def test_ids_that_differ_do_so_for_a_reason(
     vocabulary: str,
     kind: str,
-    tokenizers: dict[str, NllbTokenizer],
+    tokenizers: dict[str, Tokenizer],
     processors: dict[str, SentencePieceProcessor],
 ) -> None:
     tokenizer, space = tokenizers[vocabulary], processors[vocabulary].piece_to_id("\u2581") + 1
@@ -136,7 +137,7 @@ def test_how_many_ids_differ(vocabulary: str, kind: str) -> None:
 def test_ids_are_sentencepieces(
     vocabulary: str,
     kind: str,
-    tokenizers: dict[str, NllbTokenizer],
+    tokenizers: dict[str, Tokenizer],
     processors: dict[str, SentencePieceProcessor],
 ) -> None:
     for one in SETS[kind]:
@@ -144,7 +145,7 @@ def test_ids_are_sentencepieces(
         assert tokenizers[vocabulary].encode(one.text) == [i + 1 if i else UNKNOWN for i in pieces], one.key
 
 
-def test_nearly_all_scripts_have_pieces(tokenizers: dict[str, NllbTokenizer]) -> None:
+def test_nearly_all_scripts_have_pieces(tokenizers: dict[str, Tokenizer]) -> None:
     counts = {
         name: [ids.count(UNKNOWN) for ids in encoded(tokenizers[name], WRITTEN).values()] for name in VOCABULARIES
     }
@@ -156,7 +157,7 @@ def test_nearly_all_scripts_have_pieces(tokenizers: dict[str, NllbTokenizer]) ->
 def test_nothing_is_lost_on_the_way_back(
     vocabulary: str,
     kind: str,
-    tokenizers: dict[str, NllbTokenizer],
+    tokenizers: dict[str, Tokenizer],
     processors: dict[str, SentencePieceProcessor],
 ) -> None:
     known = as_it_was = 0
@@ -171,7 +172,7 @@ def test_nothing_is_lost_on_the_way_back(
         assert as_it_was > 4_800  # nothing that normalises at all
 
 
-def test_what_is_composed_again_is_as_before(tokenizers: dict[str, NllbTokenizer]) -> None:
+def test_what_is_composed_again_is_as_before(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["udhr"]
     before = encoded(tokenizer, WRITTEN)
     after = encoded(tokenizer, SETS["decomposed"])
@@ -180,7 +181,7 @@ def test_what_is_composed_again_is_as_before(tokenizers: dict[str, NllbTokenizer
     assert len(moved) / len(after) < 0.015
 
 
-def test_threads_share_a_tokenizer(tokenizers: dict[str, NllbTokenizer]) -> None:
+def test_threads_share_a_tokenizer(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["udhr"]
     texts = [one.text for texts in (WRITTEN, SETS["hostile"]) for one in texts if len(one.text) < 10_000]
 
@@ -198,7 +199,7 @@ def test_threads_share_a_tokenizer(tokenizers: dict[str, NllbTokenizer]) -> None
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_surrogates_are_refused(vocabulary: str, name: str, tokenizers: dict[str, NllbTokenizer]) -> None:
+def test_surrogates_are_refused(vocabulary: str, name: str, tokenizers: dict[str, Tokenizer]) -> None:
     with pytest.raises(InvalidInput, match=r"^text: .*lone surrogate U\+D"):
         tokenizers[vocabulary].encode(REFUSED[name])
     with pytest.raises(InvalidInput, match=r"^texts\[1\]: .*lone surrogate U\+D"):

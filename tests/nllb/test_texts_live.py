@@ -10,9 +10,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("google.protobuf")  # transformers reads SentencePiece's models with it
 
-from metrale.nllb.tokenizer import NllbTokenizer
 from tests.nllb.test_texts import RECORD, SETS
-from tests.nllb.texts import DEMO, model_folder
+from tests.nllb.texts import DEMO, model_folder, opened
 from tests.nllb.their_tokenizers import TheirNllb
 
 
@@ -20,7 +19,7 @@ from tests.nllb.their_tokenizers import TheirNllb
 @pytest.mark.parametrize("vocabulary", ["demo", "udhr"])
 def test_ids_are_transformers(vocabulary: str, tmp_path: Path) -> None:
     folder = DEMO if vocabulary == "demo" else model_folder(vocabulary, tmp_path)
-    theirs, ours = TheirNllb(folder), NllbTokenizer.from_dir(folder)
+    theirs, ours = TheirNllb(folder), opened(folder)
     for kind, texts in SETS.items():
         differing = {}
         for one in texts:

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from metrale.nllb.tokenizer import Tokenizer, open_tokenizer
 from tests.nllb.strings import HOSTILE
 
 DATA: Final = Path(__file__).parents[1] / "data" / "udhr"
@@ -86,6 +87,13 @@ def model_folder(vocabulary: str, folder: Path) -> Path:
     else:
         (folder / MODEL_FILE).write_bytes(read_vocabulary())
     return folder
+
+
+def opened(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder that has one."""
+    found = open_tokenizer(folder)
+    assert found is not None
+    return found
 
 
 def read_record() -> dict[str, Any]:
