@@ -17,7 +17,7 @@ from metrale.cli import main
 from metrale.demo import demo_model_path
 from metrale.nllb.model import NllbModel
 from tests.backends import Device
-from tests.cli.conftest import Feed, feed  # noqa: F401
+from tests.cli.conftest import Feed
 from tests.test_translator_adapters import demo_adapter
 
 SOURCE, TARGET = 64, 48  # tokens that the model takes, and gives
@@ -162,7 +162,7 @@ CUT = "only its first 62 tokens were translated (--max-source-len)"
 def test_the_command_says_so(
     way: str,
     as_json: bool,
-    feed: Feed,  # noqa: F811
+    feed: Feed,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -187,7 +187,7 @@ def test_the_command_says_so(
         assert [json.loads(line)["truncated"] for line in out.splitlines()] == [False, True]
 
 
-def test_the_command_says_so_of_pairs(feed: Feed, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_the_command_says_so_of_pairs(feed: Feed, capsys: pytest.CaptureFixture[str]) -> None:
     feed(f"{SHORT}\tOui.\n{LONG}\tOui.\n{SHORT}\t{LONG_PREFIX}\n".encode())
     assert main(["score", "--from", "eng_Latn", "--to", "fra_Latn", *LIMITS, "--json"]) == 1
     out, err = capsys.readouterr()
