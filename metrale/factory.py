@@ -53,6 +53,7 @@ def load(
     adapters: Mapping[str, PathLike] | None = None,
     source: str | int | None = None,
     target: str | int | None = None,
+    legacy_order: bool = False,
 ) -> NllbModel:
     """Load an NLLB-200 or M2M-100 checkpoint in Hugging Face format.
 
@@ -74,6 +75,10 @@ def load(
         Folders of adapters in PEFT's format, by the names they get. They go to slots 0, 1 and so on, in order.
     source, target : str, int or None
         Default languages, as codes or token ids, for sequences whose language id is 0.
+    legacy_order : bool
+        Whether the encoder gets a text's language after the text instead of before it, for models that were trained
+        so. When a checkpoint's ``legacy_behaviour`` asks for it and the caller does not, it is not done, and a warning
+        says so.
 
     Raises
     ------
@@ -86,6 +91,8 @@ def load(
     gpu_runtime.BackendUnavailable
         When the device cannot be opened; it says why. Only ``"auto"`` ever takes another device instead.
     """
+    if not isinstance(legacy_order, bool):
+        raise InvalidInput("legacy_order", "True or False", repr(legacy_order))
     folders = _adapter_folders(adapters)
     room = len(folders) if max_adapters is None else max_adapters
     limits = ServingLimits(max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes, room, max_lora_rank)
@@ -94,9 +101,7 @@ def load(
     config = _config(path)
     with open_checkpoint(path) as checkpoint:
         weights = match_weights(config, checkpoint)
-        tokenizer = open_tokenizer(path, vocab_size=weights.vocab_size)
-        if tokenizer is None:
-            log.info("%s: no tokenizer (%s); the model serves token ids only", path, VOCABULARIES)
+        tokenizer = _tokenizer(path, weights.vocab_size, legacy_order)
         languages = Languages(
             _language("source", source, tokenizer, weights.vocab_size),
             _language("target", target, tokenizer, weights.vocab_size),
@@ -112,7 +117,14 @@ def load(
             for folder in folders.values():
                 check_adapter(folder, shape)  # before gigabytes are read
             model = NllbModel(
-                gpu, shape, checkpoint, weights, languages=languages, tokenizer=tokenizer, owns_gpu=owns_gpu
+                gpu,
+                shape,
+                checkpoint,
+                weights,
+                languages=languages,
+                tokenizer=tokenizer,
+                owns_gpu=owns_gpu,
+                legacy_order=legacy_order,
             )
             undo.pop_all()  # from here on the model closes the backend that was opened for it
             undo.push(model)
@@ -238,6 +250,20 @@ def element_type(dtype: str, gpu: GpuBackend) -> str:
     if gpu.kind() == "host":
         return "f32"
     return "bf16" if gpu.limits().compute_capability >= (8, 0) else "f16"
+
+
+def _tokenizer(path: PathLike, vocab: int, legacy_order: bool) -> Tokenizer | None:
+    """Return the folder's tokenizer, or None when the folder has none at all."""
+    tokenizer = open_tokenizer(path, vocab_size=vocab, legacy_order=legacy_order)
+    if tokenizer is None:
+        log.info("%s: no tokenizer (%s); the model serves token ids only", path, VOCABULARIES)
+    elif tokenizer.asks_legacy_order and not legacy_order:
+        warnings.warn(
+            f"{path}: tokenizer_config.json sets legacy_behaviour, which puts the language after a text. This is not "
+            "applied by itself: legacy_order=True applies it",
+            stacklevel=3,
+        )
+    return tokenizer
 
 
 def _language(argument: str, given: str | int | None, tokenizer: Tokenizer | None, vocab: int) -> int | None:

@@ -44,6 +44,7 @@ HOMES = {
     "nvmath": {"gpu_runtime.cuda"},
     "metrale_kernels": {"gpu_runtime.cuda", "metrale.ops"},  # CUDA sources: files, not code to call
     "sentencepiece": {"metrale.nllb"},
+    "tokenizers": {"metrale.nllb"},
     "safetensors": {"metrale.checkpoint"},
     "tqdm": {"metrale.cli"},
 }

@@ -8,9 +8,9 @@ from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 
-from metrale.cli.failure import UNUSABLE, USAGE, Failure
+from metrale.cli.failure import USAGE, Failure
+from metrale.cli.languages import tokenizer_of
 from metrale.cli.lines import Lines, open_input
-from metrale.nllb.tokenizer import VOCABULARIES, open_tokenizer
 from metrale.translator import Options
 
 
@@ -62,9 +62,7 @@ def constraints_of(args: argparse.Namespace, model: Path) -> Options:
         raise Failure(USAGE, f"--target-prefix: expected a text, got {args.target_prefix!r}")
     words: list[list[int]] | None = None
     if args.bad_words is not None:
-        tokenizer = open_tokenizer(model)
-        if tokenizer is None:
-            raise Failure(UNUSABLE, f"{model}: holds no tokenizer ({VOCABULARIES})")
+        tokenizer = tokenizer_of(model)
         with closing(open_input(args.bad_words, "--bad-words")) as file:
             words = [ids for ids in map(tokenizer.encode, Lines(file, args.bad_words)) if ids]
         if not words:

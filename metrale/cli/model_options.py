@@ -71,6 +71,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_order_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--legacy-order``."""
+    parser.add_argument(
+        "--legacy-order",
+        action="store_true",
+        help="give the model a text's language after the text instead of before it, for models that were trained so "
+        "(legacy_behaviour of tokenizer_config.json)",
+    )
+
+
 def choose_model(args: argparse.Namespace, note: Callable[[str], None]) -> ModelChoice:
     """Return the folder that the options or the environment name, else the demo model's, of which ``note`` is told."""
     given = args.model if args.model is not None else Config.from_env().model

@@ -8,7 +8,6 @@ import contextlib
 import math
 import sys
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
 from metrale.checkpoint import read_json_object
@@ -17,17 +16,23 @@ from metrale.cli.beam_options import add_beam_arguments, beam_settings, beams_of
 from metrale.cli.console import Console
 from metrale.cli.constraint_options import add_constraint_arguments, constraint_settings, constraints_of
 from metrale.cli.destination import STANDARD, Destination, choose_destination
-from metrale.cli.failure import DONE, UNUSABLE, USAGE, Failure
+from metrale.cli.failure import DONE, USAGE, Failure
 from metrale.cli.fingerprint import fingerprint
+from metrale.cli.languages import english_of, list_languages, require_tokenizer
 from metrale.cli.line_run import Asked, LineRun
 from metrale.cli.lines import STANDARD_INPUT, Arguments, Lines, count_lines, open_input, regular_file
-from metrale.cli.model_options import ModelChoice, add_model_arguments, choose_model, device_of, limits_of
-from metrale.cli.output import to_json, write_lines
+from metrale.cli.model_options import (
+    ModelChoice,
+    add_model_arguments,
+    add_order_argument,
+    choose_model,
+    device_of,
+    limits_of,
+)
 from metrale.cli.sampling_options import add_sampling_arguments, sampling_of, sampling_settings
 from metrale.cli.signals import Signals
 from metrale.demo import DEMO_LANGUAGES
 from metrale.nllb.languages import LANGUAGE_NAMES
-from metrale.nllb.tokenizer import VOCABULARIES, has_tokenizer, open_tokenizer
 from metrale.translator import Options, Translator
 
 _DESCRIPTION: Final = """\
@@ -60,7 +65,7 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
         "--from",
         dest="source",
         metavar="CODE",
-        help="language of the texts (default: src_lang of the model's tokenizer_config.json, else eng_Latn)",
+        help="language of the texts (default: src_lang of the model's tokenizer_config.json, else English)",
     )
     parser.add_argument(
         "--to",
@@ -91,6 +96,7 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
     parser.add_argument("--list-languages", action="store_true", help="list the model's language codes and stop")
     _add_file_arguments(parser)
     add_model_arguments(parser)
+    add_order_argument(parser)
     add_sampling_arguments(parser)
     add_beam_arguments(parser)
     add_constraint_arguments(parser)
@@ -121,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(quiet=args.quiet)
     model = choose_model(args, console.note)
     if args.list_languages:
-        _list_languages(model.path, as_json=args.json)
+        list_languages(model.path, as_json=args.json)
         return DONE
     device = device_of(args)
     sampling, beams, adapter = sampling_of(args), beams_of(args), adapter_of(args)
@@ -136,8 +142,7 @@ def run(args: argparse.Namespace) -> int:
             )
             return DONE
         languages = _languages(args, model, console)
-        if not has_tokenizer(model.path):
-            raise Failure(UNUSABLE, f"{model.path}: holds no tokenizer ({VOCABULARIES})")
+        require_tokenizer(model.path)
         constraints = constraints_of(args, model.path)
         asked = _asked(args, languages, adapter, {"sampling": sampling, **beams, **constraints})
         texts = _texts(args, console, stream)
@@ -191,7 +196,14 @@ def _load(
     source, target = languages
     adapted = {} if adapter is None else adapter.load_options
     return Translator(
-        model.path, device=device, dtype=args.dtype, source=source, target=target, **limits_of(args), **adapted
+        model.path,
+        device=device,
+        dtype=args.dtype,
+        source=source,
+        target=target,
+        legacy_order=args.legacy_order,
+        **limits_of(args),
+        **adapted,
     )
 
 
@@ -208,7 +220,7 @@ def _asked(
 
 def _settings(args: argparse.Namespace, asked: Asked) -> dict[str, object]:
     """Return the options that lines follow from."""
-    options = ("max_source_len", "max_new_tokens", "timeout", "json", "scores", "attention")
+    options = ("max_source_len", "max_new_tokens", "timeout", "json", "scores", "attention", "legacy_order")
     return {
         "--from": asked.source,
         "--to": asked.target,
@@ -234,7 +246,7 @@ def _languages(args: argparse.Namespace, model: ModelChoice, console: Console) -
     path = model.path / "tokenizer_config.json"
     config = read_json_object(path) if path.exists() else {}
     defaults = {key: value for key, value in config.items() if isinstance(value, str) and value}
-    source = defaults.get("src_lang", "eng_Latn") if args.source is None else args.source
+    source = args.source if args.source is not None else defaults.get("src_lang") or english_of(model.path)
     target = defaults.get("tgt_lang") if args.target is None else args.target
     if target is None:
         raise Failure(USAGE, f"--to is required: {model.path} names no target language of its own")
@@ -244,14 +256,3 @@ def _languages(args: argparse.Namespace, model: ModelChoice, console: Console) -
     if model.is_demo and unknown:
         console.warn(f"the demo model never learnt {', '.join(unknown)}; it knows {', '.join(DEMO_LANGUAGES)}")
     return str(source), str(target)
-
-
-def _list_languages(path: Path, *, as_json: bool) -> None:
-    tokenizer = open_tokenizer(path)
-    if tokenizer is None:
-        raise Failure(UNUSABLE, f"{path}: holds no tokenizer ({VOCABULARIES})")
-    pairs = [(code, LANGUAGE_NAMES.get(code, "")) for code in tokenizer.languages]
-    if as_json:
-        write_lines([to_json({"code": code, "name": name}) for code, name in pairs])
-    else:
-        write_lines([f"{code}  {name}".rstrip() for code, name in pairs])

@@ -14,12 +14,13 @@ from metrale.nllb.checks import token_id, token_ids
 from metrale.nllb.kv import Span
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.sequences import SequenceTable
+from metrale.nllb.source import framed
 
 PREFIX_LEN: Final = 2
 """Tokens that every prefill feeds to the decoder: the decoder start and the target language."""
 
 FRAME_LEN: Final = 2
-"""Tokens around a source: its language before it and EOS after it."""
+"""Tokens around a source: its language and EOS."""
 
 
 def given_len(prompt_len: int) -> int:
@@ -58,13 +59,24 @@ class Admission:
     languages : Languages
     table : SequenceTable
     adapters : AdapterSlots
+    legacy_order : bool
+        See `framed`.
     """
 
-    def __init__(self, shape: ModelShape, languages: Languages, table: SequenceTable, adapters: AdapterSlots) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        languages: Languages,
+        table: SequenceTable,
+        adapters: AdapterSlots,
+        *,
+        legacy_order: bool = False,
+    ) -> None:
         self._shape = shape
         self._languages = languages
         self._table = table
         self._adapters = adapters
+        self._legacy_order = legacy_order
 
     def prompt(self, one: PrefillSlice, argument: str) -> Prompt:
         """Return the checked prompt of one slice; an error names ``argument``.
@@ -87,7 +99,8 @@ class Admission:
             )
         tokens = token_ids(argument, one.prompt_tokens, self._shape.vocab)
         source_language, target_language = self.language_ids(one.seq)
-        source = (source_language, *tokens, self._shape.config.eos_token_id[0])
+        eos = self._shape.config.eos_token_id[0]
+        source = framed(source_language, tokens, eos, legacy_order=self._legacy_order)
         given = token_ids("prefix_tokens", one.seq.prefix_tokens, self._shape.vocab)
         prefix = (self._shape.config.generation.decoder_start_token_id, target_language, *given)
         if len(prefix) > self._shape.limits.target_positions:

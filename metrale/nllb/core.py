@@ -44,12 +44,14 @@ class NllbCore(TranslationOnly):
         languages: Languages | None = None,
         tokenizer: Tokenizer | None = None,
         owns_gpu: bool = False,
+        legacy_order: bool = False,
     ) -> None:
         self.shape: Final = shape
         self.config: Final = shape.config
         self.gpu: Final = gpu
         self.tokenizer: Final = tokenizer
         self.languages: Final = languages or Languages()
+        self.legacy_order: Final = legacy_order
         self._lock = threading.RLock()
         with ExitStack() as undo:
             if owns_gpu:
@@ -82,7 +84,7 @@ class NllbCore(TranslationOnly):
             self._teardown: ExitStack | None = undo.pop_all()  # runs newest first
         self._table = SequenceTable(self._pool, shape.limits.max_batch)
         self._adapters = AdapterSlots(shape.limits.max_adapters, self._table)
-        self._admission = Admission(shape, self.languages, self._table, self._adapters)
+        self._admission = Admission(shape, self.languages, self._table, self._adapters, legacy_order=legacy_order)
 
     def __enter__(self) -> Self:
         return self

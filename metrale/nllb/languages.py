@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The 202 language codes of NLLB-200 (FLORES-200 codes), in the order of their ids, and near matches for them.
+"""The 202 language codes of NLLB-200 (FLORES-200 codes) in the order of their ids, and near matches of any code.
 
 The order is that of the published checkpoints and part of their format: it is alphabetical, apart from a few codes
 (``pes_Arab``, ``kmr_Latn``, ``plt_Latn`` and others) that stand where an older code of the same language stood.
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
+
+from metrale.nllb.m2m_languages import M2M_LANGUAGE_NAMES
 
 LANGUAGE_NAMES: dict[str, str] = {
     "ace_Arab": "Acehnese (Arabic script)",
@@ -219,6 +221,12 @@ LANGUAGE_NAMES: dict[str, str] = {
 FLORES_200: tuple[str, ...] = tuple(LANGUAGE_NAMES)
 """The codes in the order of their ids; the first has the id that follows the last SentencePiece piece."""
 
+
+def language_name(code: str) -> str:
+    """Return the English name of a code of NLLB-200 or M2M-100; of any other, nothing."""
+    return LANGUAGE_NAMES.get(code) or M2M_LANGUAGE_NAMES.get(code, "")
+
+
 # What FLORES-200 does not have: ISO 639 codes of two letters, of macrolanguages, bibliographic ones, and some names.
 _OTHER_NAMES = """
 af=afr ak=aka am=amh ar=arb,arz,ary ara=arb,arz,ary as=asm ay=ayr aym=ayr az=azj,azb aze=azj,azb ba=bak be=bel bg=bul
@@ -233,6 +241,7 @@ or=ory ori=ory pa=pan pl=pol ps=pbt pus=pbt pt=por qu=quy que=quy rn=run ro=ron 
 sd=snd sg=sag si=sin sk=slk slo=slk sl=slv sm=smo sn=sna so=som sq=als sqi=als alb=als sr=srp ss=ssw st=sot su=sun
 sv=swe sw=swh swa=swh ta=tam te=tel tg=tgk th=tha ti=tir tk=tuk tl=tgl tn=tsn tr=tur ts=tso tt=tat tw=twi ug=uig
 uk=ukr ur=urd uz=uzn uzb=uzn vi=vie wo=wol xh=xho yi=ydd yid=ydd yo=yor zh=zho cmn=zho chi=zho zu=zul
+br=bre fy=fry ns=nso
 arabic=arb,arz,ary cantonese=yue chinese=zho farsi=pes,prs flemish=nld mandarin=zho
 """
 _PARTS = {short: parts.split(",") for short, parts in (entry.split("=") for entry in _OTHER_NAMES.split())}
@@ -264,16 +273,21 @@ def near_languages(text: str, languages: Collection[str] = FLORES_200, limit: in
     wanted = text.strip().strip("_").replace("-", "_").casefold()
     if not wanted or len(wanted) > _LONGEST_GUESS:
         return ()
-    parts = _PARTS.get(wanted.split("_")[0], [wanted.split("_")[0]])
-    names = {code: LANGUAGE_NAMES[code].casefold() for code in languages if code in LANGUAGE_NAMES}
+    names = {code: language_name(code).casefold() for code in languages if language_name(code)}
     found = (
         [code for code in languages if code.casefold() == wanted]
-        or [code for part in parts for code in languages if code.split("_")[0] == part]
+        or [code for part in _parts(wanted) for code in languages if part in _parts(code)]
         or [code for code, name in names.items() if name == wanted]
         or [code for code, name in names.items() if wanted in name.partition(" (")[0].split()]
         or _misspelt(wanted, languages, names, limit)
     )
     return tuple(found[:limit])
+
+
+def _parts(code: str) -> list[str]:
+    """Return the ISO 639-3 codes that a code of any kind stands for."""
+    first = code.split("_")[0].casefold()
+    return _PARTS.get(first, [first])
 
 
 def _misspelt(wanted: str, languages: Collection[str], names: dict[str, str], limit: int) -> list[str]:

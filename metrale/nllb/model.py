@@ -35,6 +35,8 @@ class NllbModel(LifecycleCalls, ScoringCalls, LogitsCalls, AdapterCalls, StreamC
         For those who want text; the model itself uses ids.
     owns_gpu : bool
         Whether `close` closes the backend.
+    legacy_order : bool
+        Whether a source's language follows it; see `metrale.nllb.source.framed`.
 
     Raises
     ------

@@ -100,9 +100,7 @@ class TermsReader:
                 raise InvalidInput(argument, f"a language code here, or as {argument}= where the model is loaded", None)
             return [self._tokenizer.language_code(default)] * count
         codes = _each(argument, given, count, "code", "a language code")
-        for code in dict.fromkeys(codes) if isinstance(given, str) else codes:
-            self._tokenizer.language_id(code, argument)
-        return codes
+        return [self._tokenizer.language_code(self._tokenizer.language_id(code, argument)) for code in codes]
 
     def _prefixes(self, given: OneOrEach, count: int) -> list[Prefix]:
         if given is None:

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from metrale.errors import InvalidInput, UnknownLanguage
 from metrale.nllb.languages import near_languages
+from metrale.nllb.source import framed
 from metrale.nllb.tokenizer.layout import HEAD, Layout
 from metrale.nllb.tokenizer.subwords import Span, Subwords, joined
 
@@ -30,6 +31,10 @@ class Tokenizer:
         Rows of the model's embedding, at least ``len(tokenizer)``. Rows past ``len(tokenizer)`` have no text.
     layout : Layout
         Which id is which.
+    legacy_order : bool
+        Whether ``encode_source`` puts the language after the text.
+    asks_legacy_order : bool
+        Whether the checkpoint's files ask for that order. It is taken on request alone.
     bos_id, pad_id, eos_id, unk_id : int
         The ids of ``<s>``, ``<pad>``, ``</s>`` and ``<unk>``.
     """
@@ -43,6 +48,8 @@ class Tokenizer:
     vocab_size: int
     layout: Layout
     _subwords: Subwords
+    asks_legacy_order: bool = False
+    legacy_order: bool = False
     _codes: Mapping[int, str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,12 +109,14 @@ class Tokenizer:
     def encode_source(self, text: str, language: str) -> list[int]:
         """Return the encoder's input: the id of ``language``, the ids of ``text``, ``</s>``.
 
+        In the legacy order the language comes last.
+
         Raises
         ------
         InvalidInput
             As ``encode``, and UnknownLanguage as ``language_id``.
         """
-        return [self.language_id(language), *self.encode(text), self.eos_id]
+        return list(framed(self.language_id(language), self.encode(text), self.eos_id, legacy_order=self.legacy_order))
 
     def unknown_spans(self, text: str) -> tuple[Span, ...]:
         """Return which parts of ``text`` the vocabulary lacks: those that became ``<unk>``.
@@ -163,7 +172,7 @@ class Tokenizer:
         Parameters
         ----------
         code : str
-            One of ``languages``, spelt exactly so.
+            One of ``languages``, spelt exactly so; of M2M-100 also as the vocabulary has it, ``__fr__`` for ``fr``.
         argument : str
             The name of the caller's argument, for the error.
 
@@ -172,7 +181,7 @@ class Tokenizer:
         UnknownLanguage
             With up to three codes that may have been meant, for ISO 639 codes and English names too.
         """
-        found = self.layout.languages.get(code) if isinstance(code, str) else None
+        found = self.layout.language_id(code) if isinstance(code, str) else None
         if found is None:
             near = near_languages(code, self.languages) if isinstance(code, str) else ()
             raise UnknownLanguage(argument, code[:80] if isinstance(code, str) else code, near)
