@@ -10,17 +10,17 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("google.protobuf")  # transformers reads SentencePiece's models with it
 
-from tests.nllb.test_texts import RECORD, SETS
-from tests.nllb.texts import DEMO, model_folder, opened
-from tests.nllb.their_tokenizers import TheirNllb
+from tests.nllb.test_texts import JSON_KINDS, RECORD, SETS
+from tests.nllb.texts import KINDS, opened, tokenizer_folder
+from tests.nllb.their_tokenizers import TheirM2m, TheirNllb
 
 
 @pytest.mark.filterwarnings("default")  # those of other libraries are theirs
-@pytest.mark.parametrize("vocabulary", ["demo", "udhr"])
-def test_ids_are_transformers(vocabulary: str, tmp_path: Path) -> None:
-    folder = DEMO if vocabulary == "demo" else model_folder(vocabulary, tmp_path)
-    theirs, ours = TheirNllb(folder), opened(folder)
-    for kind, texts in SETS.items():
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_transformers(kind: str, tmp_path: Path) -> None:
+    folder = tokenizer_folder(kind, tmp_path)
+    theirs, ours = (TheirM2m if kind.startswith("m2m") else TheirNllb)(folder), opened(folder)
+    for name, texts in SETS.items():
         differing = {}
         for one in texts:
             ids = theirs.ids(one.text)
@@ -29,4 +29,14 @@ def test_ids_are_transformers(vocabulary: str, tmp_path: Path) -> None:
                 differing[one.key] = {"ids": ids, "classes": classes, "normalized": theirs.normalized(one.text)}
             else:
                 assert ours.encode(one.text) == ids, one.key
-        assert differing == RECORD[f"nllb {vocabulary}"][kind]["differing"]
+        assert differing == RECORD[kind][name]["differing"]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", JSON_KINDS)
+def test_all_ids_of_tokenizer_json_are_transformers(kind: str, tmp_path: Path) -> None:
+    theirs = TheirNllb(tokenizer_folder(kind.replace("json", "nllb"), tmp_path / "nllb"))
+    ours = opened(tokenizer_folder(kind, tmp_path / "json"))
+    for texts in SETS.values():
+        for one in texts:
+            assert ours.encode(one.text) == theirs.ids(one.text), one.key

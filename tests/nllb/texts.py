@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
-import shutil
+import random
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,18 +18,23 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from sentencepiece import SentencePieceProcessor
 
+from metrale.nllb.languages import FLORES_200
 from metrale.nllb.tokenizer import Tokenizer, open_tokenizer
+from tests.nllb.m2m_folder import m2m_tokenizer_folder
 from tests.nllb.strings import HOSTILE
 
 DATA: Final = Path(__file__).parents[1] / "data" / "udhr"
 DEMO: Final = Path(__file__).parents[2] / "metrale" / "demo_model"
 MODEL_FILE: Final = "sentencepiece.bpe.model"
+DEMO_JSON: Final = DEMO / "tokenizer.json"
 LANGUAGES_FILE: Final = "languages.tsv"
 TEXTS_FILE: Final = "texts.tsv"
 VOCABULARY_FILE: Final = "vocabulary.model.xz"
 RECORD_FILE: Final = "recorded.json"
 DIGEST_BYTES: Final = 8
+VOCABULARY_SEED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +84,68 @@ def read_vocabulary() -> bytes:
     return lzma.decompress((DATA / VOCABULARY_FILE).read_bytes())
 
 
-def model_folder(vocabulary: str, folder: Path) -> Path:
-    """Put the SentencePiece model of a vocabulary, ``demo`` or ``udhr``, into a folder, and return that."""
+KINDS: Final = ("nllb demo", "nllb udhr", "m2m udhr")
+"""Tokenizers by SentencePiece: of which family, with the pieces of which vocabulary, the demo model's or that of
+`read_vocabulary`."""
+
+
+def tokenizer_folder(kind: str, folder: Path) -> Path:
+    """Write the files of a tokenizer into a folder, and return that.
+
+    Parameters
+    ----------
+    kind : str
+        One of `KINDS`, or ``json`` and a vocabulary: NLLB's tokenizer as ``tokenizer.json`` alone.
+    folder : path
+    """
+    family, vocabulary = kind.split()
     folder.mkdir(parents=True, exist_ok=True)
-    if vocabulary == "demo":
-        shutil.copy(DEMO / MODEL_FILE, folder)
+    model = (DEMO / MODEL_FILE).read_bytes() if vocabulary == "demo" else read_vocabulary()
+    if family == "m2m":
+        m2m_tokenizer_folder(folder, m2m_vocabulary(model))
+    if family == "json":
+        (folder / "tokenizer.json").write_bytes(
+            tokenizer_json(model) if vocabulary == "udhr" else DEMO_JSON.read_bytes()
+        )
     else:
-        (folder / MODEL_FILE).write_bytes(read_vocabulary())
+        (folder / MODEL_FILE).write_bytes(model)
     return folder
+
+
+def m2m_vocabulary(model: bytes) -> dict[str, int]:
+    """A ``vocab.json`` that has the pieces of a model in another order, lacks some of them, and has some more."""
+    pieces = pieces_of(model)[3:]
+    kept = [piece for number, piece in enumerate(pieces) if number % 50 != 49]
+    random.Random(VOCABULARY_SEED).shuffle(kept)
+    entries = ["<s>", "<pad>", "</s>", "<unk>", *kept, "\u2581unused", "\ufffc\ufffc"]
+    return {piece: number for number, piece in enumerate(entries)}
+
+
+def tokenizer_json(model: bytes) -> bytes:
+    """NLLB's ``tokenizer.json`` of a SentencePiece model, as transformers converts it.
+
+    All but the pieces is the demo model's, whose normaliser is the same. A piece is made of any two others, the pair of
+    the better pieces first; so the merges, in the order of the pieces they make, are SentencePiece's.
+    """
+    whole = json.loads(DEMO_JSON.read_bytes())
+    vocab = {piece: number + (1 if number > 2 else 0) for number, piece in enumerate(pieces_of(model))}
+    vocab |= {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+    merges = []
+    for piece in vocab:
+        pairs = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        merges += sorted(
+            (one for one in pairs if set(one) <= vocab.keys()), key=lambda pair: [vocab[one] for one in pair]
+        )
+    languages = {code: len(vocab) + number for number, code in enumerate((*FLORES_200, "<mask>"))}
+    whole["model"] |= {"vocab": {**vocab, **languages}, "merges": [list(pair) for pair in merges]}
+    whole["added_tokens"] = [{**one, "id": languages.get(one["content"], one["id"])} for one in whole["added_tokens"]]
+    return json.dumps(whole).encode()
+
+
+def pieces_of(model: bytes) -> list[str]:
+    """All pieces of a SentencePiece model."""
+    processor = SentencePieceProcessor(model_proto=model)
+    return [str(processor.id_to_piece(number)) for number in range(len(processor))]
 
 
 def opened(folder: Path) -> Tokenizer:

@@ -82,3 +82,37 @@ class TheirNllb:
         if ids != self.pieces(theirs):
             classes.append("not_composed")
         return classes
+
+
+class TheirM2m:
+    """transformers' M2M-100 tokenizer of a folder, and SentencePiece's pieces looked up in ``vocab.json``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, src_lang="en")
+        self.processor = SentencePieceProcessor(model_file=str(folder / MODEL_FILE))
+        self.vocabulary = json.loads((folder / "vocab.json").read_bytes())
+
+    def ids(self, text: str) -> list[int]:
+        """transformers' subword ids, without language and ``</s>``, of a text that is plain."""
+        found: list[int] = self.tokenizer(text, split_special_tokens=True)["input_ids"][1:-1]
+        return found
+
+    def pieces(self, text: str) -> list[int]:
+        """SentencePiece's pieces by their ids."""
+        return [self.vocabulary.get(piece, UNKNOWN) for piece in self.processor.encode(text, out_type=str)]
+
+    def normalized(self, text: str) -> str:
+        """The text as transformers normalises it, which it leaves to SentencePiece."""
+        return text
+
+    def differences(self, text: str, ids: list[int]) -> list[str]:
+        """No class of differences is known.
+
+        Raises
+        ------
+        Unexplained
+            When there is one.
+        """
+        if ids != self.pieces(text):
+            raise Unexplained(ascii(text)[:200])
+        return []

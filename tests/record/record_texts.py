@@ -18,8 +18,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.nllb.texts import DATA, DEMO, MODEL_FILE, RECORD_FILE, TEXTS_FILE, Text, digests, model_folder, text_sets
-from tests.nllb.their_tokenizers import TheirNllb, tokenizers, transformers
+from tests.nllb.texts import (
+    DATA,
+    KINDS,
+    MODEL_FILE,
+    RECORD_FILE,
+    TEXTS_FILE,
+    Text,
+    digests,
+    text_sets,
+    tokenizer_folder,
+)
+from tests.nllb.their_tokenizers import TheirM2m, TheirNllb, tokenizers, transformers
 
 META = {
     "digests": "of transformers' subword ids with split_special_tokens=True, of each group's texts that SentencePiece "
@@ -29,9 +39,8 @@ META = {
 }
 
 
-def nllb(folder: Path, texts: list[Text]) -> dict[str, Any]:
-    """What is recorded of a set of texts and NLLB's tokenizer of a folder."""
-    theirs = TheirNllb(folder)
+def recorded(theirs: TheirNllb | TheirM2m, texts: list[Text]) -> dict[str, Any]:
+    """What is recorded of a set of texts and a tokenizer."""
     ids = [theirs.ids(one.text) for one in texts]
     classes = [theirs.differences(one.text, row) for one, row in zip(texts, ids, strict=True)]
     differing = {
@@ -53,18 +62,19 @@ def main() -> None:
     meta["texts_sha256"] = sha256((DATA / TEXTS_FILE).read_bytes())
     record: dict[str, Any] = {"meta": meta}
     with tempfile.TemporaryDirectory() as work:
-        folders = {"demo": DEMO, "udhr": model_folder("udhr", Path(work) / "udhr")}
-        for name, folder in folders.items():
-            meta[f"{name}_sha256"] = sha256((folder / MODEL_FILE).read_bytes())
-            record[f"nllb {name}"] = {kind: nllb(folder, texts) for kind, texts in sets.items()}
+        for kind in KINDS:
+            folder = tokenizer_folder(kind, Path(work) / kind)
+            meta[f"{kind} sha256"] = sha256((folder / MODEL_FILE).read_bytes())
+            theirs = (TheirM2m if kind.startswith("m2m") else TheirNllb)(folder)
+            record[kind] = {name: recorded(theirs, texts) for name, texts in sets.items()}
     (DATA / RECORD_FILE).write_bytes(
         json.dumps(record, ensure_ascii=False, indent=0, separators=(",", ":")).encode() + b"\n"
     )
     print(f"{DATA / RECORD_FILE}: {(DATA / RECORD_FILE).stat().st_size} bytes")
-    for name in record.keys() - {"meta"}:
-        for kind, found in record[name].items():
+    for kind in KINDS:
+        for name, found in record[kind].items():
             counts = Counter(" + ".join(one["classes"]) for one in found["differing"].values())
-            print(f"{name}, {kind}: {len(sets[kind])} texts, {dict(counts)}")
+            print(f"{kind}, {name}: {len(sets[name])} texts, {dict(counts)}")
 
 
 if __name__ == "__main__":
