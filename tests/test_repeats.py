@@ -10,8 +10,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from gpu_runtime.backend import GpuBackend
-from metrale import Translator
+from metrale import Generated, TranslationOptions, Translator
+from metrale.model import GREEDY
+from metrale.translator.jobs import JobMaker
 from metrale.translator.repeats import LONGEST_PERIOD, repeats, runs
+from metrale.translator.terms import Terms
 from tests.backends import Device
 from tests.translating import CASES, SOURCES, TARGETS, TEXTS, demo_translator
 
@@ -28,7 +31,7 @@ PLAIN = list(range(200, 260))
         ([1, 2, 3, 4, 5] * 4, True),
         ([1, 2, 3] * 5 + [1], True),  # a copy need not be whole
         (SENTENCE * 4, True),
-        (list(range(LONGEST_PERIOD)) * 4, True),
+        (list(range(32)) * 4, True),
         # half of it
         (PLAIN[:16] + [5] * 16, True),
         ([5] * 16 + PLAIN[:16], True),
@@ -57,7 +60,7 @@ def test_loops(ids: Sequence[int], whole: bool) -> None:
         ([1, 2] * 7 + [1], False),
         (SENTENCE * 3, False),  # three times
         (SENTENCE * 3 + SENTENCE[:9], False),
-        (list(range(LONGEST_PERIOD + 1)) * 6, False),
+        (list(range(33)) * 6, False),
         (PLAIN[:17] + [5] * 16, True),  # less than half
         (PLAIN[:9] + [5] * 16 + PLAIN[9:17], True),
         (PLAIN + [5] * 16, True),
@@ -172,6 +175,35 @@ def test_a_model_that_may_not_end_loops(translator: Translator) -> None:
 def test_what_people_write_is_not_flagged(text: str, translator: Translator) -> None:
     result = translator.translate(text)
     assert not result.repeats, result.text
+
+
+SOME = tuple(range(200, 260))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prefix", "generated", "looping"),
+    [
+        (SOME[:9], (), Generated([5] * 20, "eos"), True),
+        ((8,) * 10, (), Generated([5] * 20, "eos"), False),
+        (SOME[:9], (8,) * 10, Generated([5] * 20, "eos"), False),
+        (SOME[:9], (8,) * 9, Generated([5] * 20, "eos"), True),
+        (SOME[:9], (5,) * 20, Generated([*SOME[:9]], "eos"), False),  # a prefix is not generated
+        (SOME[:9], (), Generated([*SOME[:30], *[5] * 20], "eos"), False),
+        *(
+            (SOME[:9], (), Generated([*SOME[:30], *[5] * 20], reason), True)
+            for reason in ("length", "timeout", "cancelled")
+        ),
+        (SOME[:9], (), Generated([5] * 20, "error", error="not finite"), False),  # there is no text
+    ],
+)
+def test_what_counts_as_given(
+    prompt: tuple[int, ...], prefix: tuple[int, ...], generated: Generated, looping: bool, translator: Translator
+) -> None:
+    model = translator.model
+    assert model.tokenizer is not None
+    maker = JobMaker(model, model.tokenizer, TranslationOptions(), GREEDY)
+    job = maker.job(0, "", prompt, Terms("eng_Latn", "fra_Latn", prefix))
+    assert maker.translation(job, generated).repeats is looping
 
 
 def test_a_prefix_that_repeats_is_the_caller_s(translator: Translator) -> None:

@@ -130,6 +130,19 @@ def test_exactly_so_many_need_no_sum(fakes: list[FakeTranslator], capsys: pytest
     assert len(about(capsys.readouterr().err)) == MOST_OF_A_KIND
 
 
+def test_the_sum_comes_once(capsys: pytest.CaptureFixture[str]) -> None:
+    notices = Notices(Console(quiet=False), "text")
+    for _ in range(MOST_OF_A_KIND + 2):
+        notices.unknown("text", [UnknownSpan(0, 1, "x")])
+        notices.repeats("text")
+    notices.end()
+    notices.end()
+    assert [line for line in lines(capsys.readouterr().err) if "more" in line] == [
+        "note: 2 more texts with characters that the model does not know",
+        "warning: 2 more texts whose translation repeats itself",
+    ]
+
+
 def said_of(capsys: pytest.CaptureFixture[str], *texts: str) -> str:
     notices = Notices(Console(quiet=False))
     notices.unknown("line 1", [UnknownSpan(0, len(text), text) for text in texts])

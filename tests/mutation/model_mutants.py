@@ -2,8 +2,8 @@
 """Mutants of the model's rules: positions, languages, slots and rows, the KV cache, weights, the choice of tokens.
 
 Those of what serves many sequences at once are in `tests.mutation.serving_mutants`, those of beam search in
-`tests.mutation.search_mutants`, those of the order of work in
-`tests.mutation.order_mutants`.
+`tests.mutation.search_mutants`, those of the order of work in `tests.mutation.order_mutants`, those of what is told of
+a translation in `tests.mutation.translator_mutants`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
 from tests.mutation.search_mutants import SEARCH_MUTANTS
 from tests.mutation.serving_mutants import SERVING_MUTANTS
+from tests.mutation.translator_mutants import TRANSLATOR_MUTANTS
 
 # Those that notice first stand first; the slow ones about memory have nothing to say about these rules.
 _NUMBERS = (*files("logits"), "-k", "not float16")
@@ -299,4 +300,5 @@ MODEL_MUTANTS: list[Mutant] = [
     *SEARCH_MUTANTS,
     *ADAPTER_MUTANTS,
     *ENGINE_MUTANTS,
+    *TRANSLATOR_MUTANTS,
 ]
