@@ -207,6 +207,20 @@ def test_the_command_says_that_a_translation_was_cut(options: list[str], capsys:
     assert "was stopped" not in capsys.readouterr().err
 
 
+def test_a_translation_that_just_fits_was_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    def err(limit: int, *options: str) -> str:
+        limited = ["--device", "host", "--max-new-tokens", str(limit), *options]
+        assert main(["translate", "--to", "fra_Latn", *limited, SHORT]) == 0
+        return capsys.readouterr().err
+
+    assert main(["translate", "--to", "fra_Latn", "--device", "host", "--json", SHORT]) == 0
+    exact = len(json.loads(capsys.readouterr().out)["token_ids"]) + 2  # the language and EOS
+    assert "was stopped" not in err(exact)
+    assert "was stopped" in err(exact - 1)
+    assert "was stopped" not in err(exact + 1, "--forced-eos")
+    assert "was stopped" in err(exact, "--forced-eos")  # nobody knows whether it would have ended there
+
+
 def test_the_command_refuses_a_prefix_that_leaves_no_room(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", "--to", "fra_Latn", *LIMITS, "--target-prefix", LONG_PREFIX, SHORT]) == 2
     out, err = capsys.readouterr()
