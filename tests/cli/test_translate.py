@@ -131,6 +131,7 @@ def test_options_reach_the_model(fakes: list[FakeTranslator]) -> None:
         "max_batch": 5,
         "max_source_len": 20,
         "max_new_tokens": 9,
+        "legacy_order": False,
     }
     assert fakes[0].arguments == [
         {
@@ -182,7 +183,7 @@ def test_the_same_seed_gives_the_same_draws(capsys: pytest.CaptureFixture[str]) 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tiny(tmp_path / "tiny", 1)
     assert main(["translate", "--model", str(tmp_path / "tiny"), "--to", "fra_Latn", "x"]) == 3
-    assert "holds no tokenizer (sentencepiece.bpe.model)" in capsys.readouterr().err
+    assert "holds no tokenizer (sentencepiece.bpe.model or tokenizer.json)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--to", "--from", "--model"])
@@ -232,7 +233,7 @@ def test_the_model_may_come_from_the_environment(
 ) -> None:
     monkeypatch.setenv("METRALE_MODEL", str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "sentencepiece.bpe.model").touch()
+    shutil.copy(DEMO / "sentencepiece.bpe.model", tmp_path)
     assert main(["translate", "x"]) == 2  # a folder without tokenizer_config.json names no target language
     assert "error: --to is required" in capsys.readouterr().err
     assert main(["translate", "--to", "deu_Latn", "x"]) == 0

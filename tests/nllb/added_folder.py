@@ -32,7 +32,7 @@ ADDED = (
     entry("Bar-X", normalized=False),
     entry("Zo\xeb"),
     entry("\u65e5\u672c"),
-    entry("k>", normalized=False),
+    entry("/s>", normalized=False),
     entry("sk>"),
     entry("http://"),
 )

@@ -20,6 +20,7 @@ from metrale.errors import CheckpointError, InvalidInput, UnknownLanguage
 from metrale.nllb.languages import FLORES_200, LANGUAGE_NAMES, near_languages
 from metrale.nllb.tokenizer import Tokenizer, open_tokenizer
 from metrale.nllb.tokenizer.spm_file import MODEL_FILE
+from tests.nllb.opened import opened
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "metrale" / "demo_model"
@@ -29,12 +30,6 @@ CASES: list[dict[str, Any]] = RECORD["cases"]
 SAME = [case for case in CASES if "difference" not in case]
 SPACE = 7818  # the piece that is a space alone
 ROWS, ENTRIES, FIRST_LANGUAGE = 8240, 8231, 8028
-
-
-def opened(path: Path, vocab_size: int | None = None) -> Tokenizer:
-    found = open_tokenizer(path, vocab_size=vocab_size)
-    assert found is not None
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +45,6 @@ def folder(tmp_path: Path) -> Path:
 
 def with_class(name: str) -> list[dict[str, Any]]:
     return [case for case in CASES if name in case.get("difference", [])]
-
-
-def put(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value), encoding="utf-8")
 
 
 def test_the_record_is_of_this_model_and_not_thin() -> None:
@@ -351,55 +342,3 @@ def test_too_few_embedding_rows(folder: Path) -> None:
         opened(folder, vocab_size=ENTRIES - 1)
     with pytest.raises(InvalidInput, match="vocab_size"):
         opened(folder, vocab_size=True)
-
-
-SWAPPED = [FLORES_200[1], FLORES_200[0], *FLORES_200[2:]]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer_config.json", {"extra_special_tokens": SWAPPED}, "another order than NLLB-200, from 'ace_Latn' on"),
-        ("tokenizer_config.json", {"additional_special_tokens": [*FLORES_200, "xyz_Latn"]}, "has 'xyz_Latn', which"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"8028": {"content": "ace_Latn"}}}, "expected id 8029"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"9" * 5000: {"content": "<s>"}}}, "expected id 0"),
-        ("tokenizer_config.json", {"legacy_behaviour": True}, "legacy_behaviour"),
-        ("special_tokens_map.json", {"additional_special_tokens": [{"content": "xyz_Latn"}]}, "has 'xyz_Latn'"),
-        ("added_tokens.json", {"eng_Latn": 8074, "xyz_Latn": 8231}, "'xyz_Latn' has id 8231, expected no such entry"),
-        ("tokenizer.json", {"added_tokens": [{"id": 8075, "content": "eng_Latn"}]}, "expected id 8074"),
-        ("tokenizer.json", {"added_tokens": ["<s>", {"content": "other"}]}, "'<s>' has id None, expected id 0"),
-        ("tokenizer.json", {"added_tokens": [{"content": "other"}]}, "'other' has id None, expected no such entry"),
-        ("tokenizer.json", {"model": {"vocab": {"er": 4, "en": 6}}}, "8023 pieces .* have another id .* as 'en'"),
-        ("vocab.json", {"<s>": 0}, "M2M-100"),
-        ("tokenizer_config.json", ["no object"], "expected an object"),
-    ],
-)
-def test_files_that_contradict_the_layout(name: str, content: object, message: str, folder: Path) -> None:
-    put(folder / name, content)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        opened(folder)
-    assert name in str(caught.value)
-
-
-def test_every_contradiction_is_reported(folder: Path) -> None:
-    put(folder / "added_tokens.json", {"xyz_Latn": 8231})
-    put(folder / "tokenizer_config.json", {"extra_special_tokens": SWAPPED})
-    with pytest.raises(CheckpointError) as caught:
-        opened(folder, vocab_size=100)
-    assert len(caught.value.problems) == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("tokenizer_config.json", {"additional_special_tokens": None, "extra_special_tokens": {}}),
-        ("tokenizer_config.json", {"additional_special_tokens": ["eng_Latn", "fra_Latn", "<mask>"]}),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"3": {"content": "<unk>"}, "8230": {"content": "<mask>"}}}),
-        ("special_tokens_map.json", {"additional_special_tokens": list(FLORES_200), "mask_token": "<mask>"}),
-        ("added_tokens.json", {code: FIRST_LANGUAGE + i for i, code in enumerate(FLORES_200)}),
-        ("tokenizer.json", {"added_tokens": None, "model": {"vocab": []}}),
-    ],
-)
-def test_files_that_agree_are_accepted(name: str, content: object, folder: Path) -> None:
-    put(folder / name, content)
-    assert len(opened(folder)) == ENTRIES

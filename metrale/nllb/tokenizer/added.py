@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,7 +47,9 @@ class Resolved:
     problems: tuple[str, ...]
 
 
-def resolve(files: TokenizerFiles, standard: Mapping[str, int], family: str, languages: tuple[str, ...]) -> Resolved:
+def resolve(
+    files: TokenizerFiles, standard: Mapping[str, int], family: str, languages: tuple[str, ...], pieces: Collection[str]
+) -> Resolved:
     """Bring the files' words on ids together.
 
     Parameters
@@ -60,6 +62,8 @@ def resolve(files: TokenizerFiles, standard: Mapping[str, int], family: str, lan
         The family's name, for messages.
     languages : tuple of str
         Those of ``standard`` that are languages, in the order of their ids.
+    pieces : collection of str
+        The vocabulary's pieces of text.
     """
     fixed = {content: number for content, number in standard.items() if content != MASK}
     free = max(fixed.values()) + 1
@@ -73,9 +77,15 @@ def resolve(files: TokenizerFiles, standard: Mapping[str, int], family: str, lan
         if MASK in seen:
             mask = _number(seen[MASK][0])
         elif owners.get(mask) is not None:
-            problems.append(f"{owners[mask]!r} has id {mask}, the place of {MASK}, which no file moves")
+            source = seen[owners[mask]][0].source
+            problems.append(f"{source}: {owners[mask]!r} has id {mask}, the place of {MASK}, which no file moves")
     special = files.named_special()
     tokens = []
+    problems += [
+        f"{claimed[0].source}: {content!r} is added, and a piece of the vocabulary: which id it has is left open"
+        for content, claimed in seen.items()
+        if content in pieces
+    ]
     for content, claimed in seen.items():
         if content != MASK or MASK not in standard:
             tokens.append(_token(content, claimed, content in special))

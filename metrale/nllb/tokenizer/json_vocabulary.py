@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from metrale.nllb.tokenizer.tokenizer import Tokenizer
 
 EXTRA: Final = "pip install 'metrale[tokenizers]'"
 _MOST_ID: Final = 1 << 24
+_UNKNOWN: Final = HEAD["<unk>"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -50,10 +52,36 @@ class JsonSubwords:
     def unknown_spans(self, text: str) -> Iterator[Span]:
         """Yield what of the text became ``<unk>``."""
         with contained(self.path):
-            found = self.library.encode(text, add_special_tokens=False)
+            if _UNKNOWN not in self.library.encode(text, add_special_tokens=False).ids:
+                return
+            kept = self._kept(text)
+            found = self.library.encode("".join([text[at] for at in kept]), add_special_tokens=False)
         for number, (start, stop) in zip(found.ids, found.offsets, strict=True):
-            if number == HEAD["<unk>"]:
-                yield start, max(stop, start + 1)
+            if number == _UNKNOWN:
+                yield _with_marks(text, kept[start], kept[stop - 1] + 1)
+
+    def _kept(self, text: str) -> list[int]:
+        """Return where the code points are that do not normalise to nothing.
+
+        With one of the others at the beginning of what it encodes, the library's positions are of another place. One
+        that keeps a mark from the letter before it stays.
+        """
+        normalizer = self.library.normalizer
+        nothing = {one for one in set(text) if normalizer is not None and not normalizer.normalize_str(one)}
+        return [at for at, one in enumerate(text) if one not in nothing or _is_mark(text, at + 1)]
+
+
+def _with_marks(text: str, start: int, stop: int) -> Span:
+    """Return a span with the rest of the letters and marks at its ends: the library's positions may leave marks out."""
+    while start > 0 and _is_mark(text, start):
+        start -= 1
+    while _is_mark(text, stop):
+        stop += 1
+    return start, stop
+
+
+def _is_mark(text: str, at: int) -> bool:
+    return at < len(text) and unicodedata.category(text[at]).startswith("M")
 
 
 @contextmanager
@@ -130,7 +158,9 @@ def _contradictions(files: TokenizerFiles, ids: Mapping[str, int]) -> Iterator[s
             found = ids.get(claim.content) if isinstance(claim.content, str) else None
             if found is None or isinstance(claim.number, bool) or claim.number != found:
                 said = f"{claim.source}: {shown(claim.content)} has id {shown(claim.number)}"
-                yield f"{said}, {'none' if found is None else found} in {WHOLE}"
+                yield f"{said}, and " + (
+                    f"{WHOLE} lacks it" if found is None else f"{found} by the vocabulary of {WHOLE}"
+                )
                 break
     for source, key, contents in files.lists():
         unknown = [content for content in contents if not isinstance(content, str) or content not in ids]

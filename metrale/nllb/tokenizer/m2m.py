@@ -43,7 +43,7 @@ def open_m2m(folder: Path, vocab_size: int | None) -> Tokenizer:
         problems.append(f"{CONFIG}: language_codes is {shown(chosen)}, expected one of {', '.join(M2M_LANGUAGES)}")
         chosen = "m2m100"
     tokens = {language_token(code): len(vocabulary) + i for i, code in enumerate(M2M_LANGUAGES[chosen])}
-    found = resolve(files, {**HEAD, **tokens}, FAMILY, tuple(tokens))
+    found = resolve(files, {**HEAD, **tokens}, FAMILY, tuple(tokens), vocabulary)
     problems += [*found.problems, *files.moved_pieces(vocabulary, VOCAB_FILE)]
     problems += [
         f"{VOCAB_FILE}: has {token!r}, expected it behind the vocabulary" for token in tokens if token in vocabulary

@@ -37,9 +37,9 @@ def open_nllb(folder: Path, vocab_size: int | None) -> Tokenizer:
     first_language = len(pieces) + OFFSET
     languages = {code: first_language + i for i, code in enumerate(FLORES_200)}
     own = {**HEAD, **languages}
-    found = resolve(files, {**own, MASK: first_language + len(FLORES_200)}, FAMILY, FLORES_200)
-    problems = [*files.unfit([CLASS]), *found.problems]
     known = pieces[len(HEAD_PIECES) :]
+    found = resolve(files, {**own, MASK: first_language + len(FLORES_200)}, FAMILY, FLORES_200, set(known))
+    problems = [*files.unfit([CLASS]), *found.problems]
     problems += files.moved_pieces({piece: len(HEAD) + i for i, piece in enumerate(known)}, MODEL_FILE)
     new, plain, silent = sorted_out(found.tokens, LANGUAGE)
     problems += unsplittable(plain, processor)

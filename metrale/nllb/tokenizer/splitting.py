@@ -88,12 +88,12 @@ class SplitSubwords:
 
     def _parts(self, text: str) -> Iterator[_Part]:
         parts = list(self._cut(text))
-        for part, after in zip(parts, [*parts[1:], None], strict=True):
-            follows = part.number is None and after is not None and after.number is not None
-            yield replace(part, spaced=True) if follows and self._ends_with_space(part.text) else part
-
-    def _ends_with_space(self, text: str) -> bool:
-        return _inside(self.inner.processor, text)[0].endswith(SPACE)
+        for index, part in enumerate(parts):
+            # Two stretches of text are never side by side: what follows text is a token.
+            if part.number is None and index + 1 < len(parts) and self.space_id is not None:
+                spaced = _inside(self.inner.processor, part.text)[0].endswith(SPACE)
+                part = replace(part, spaced=spaced)
+            yield part
 
     def _cut(self, text: str) -> Iterator[_Part]:
         for part in self._found(self.raw, text, range(len(text) + 1)):
