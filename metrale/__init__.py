@@ -46,6 +46,7 @@ from metrale.translator import (
     TranslationOptions,
     TranslationStream,
     Translator,
+    UnknownSpan,
 )
 
 __version__ = "0.1.0"
@@ -87,6 +88,7 @@ __all__ = [
     "TranslationStream",
     "Translator",
     "UnknownLanguage",
+    "UnknownSpan",
     "demo_model_path",
     "load",
     "memory_plan",

@@ -393,4 +393,6 @@ def test_to_dict_is_json(translator: Translator) -> None:
                 "token_logprobs": None,
             }
         ],
+        "unknown": [],
+        "repeats": False,
     }

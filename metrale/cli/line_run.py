@@ -13,6 +13,7 @@ from typing import Any, Final
 from metrale.cli.console import Console
 from metrale.cli.failure import DONE, SIGNALLED, SOME_FAILED, UNUSABLE, USAGE, Failure, say
 from metrale.cli.lines import Arguments, Lines
+from metrale.cli.notices import Notices
 from metrale.cli.output import discard_stdout, one_line, to_json
 from metrale.cli.signals import Signals
 from metrale.cli.sinks import Sink
@@ -29,6 +30,8 @@ _JSON_KEYS: Final = (
     "finish_reason",
     "truncated",
     "error",
+    "unknown",
+    "repeats",
 )
 
 
@@ -89,6 +92,7 @@ class LineRun:
         self._console = console
         self._signals = signals
         self._unit = "text" if args.texts else "line"
+        self._notices = Notices(console, self._unit)
         self._texts: deque[str] = deque()  # those that are being translated
 
     def run(self, translator: Translator, asked: Asked) -> int:
@@ -108,6 +112,7 @@ class LineRun:
                         break
         except Exception:
             self._console.close()
+            self._notices.end()
             if self._sink.resumable:
                 self._console.note(f"{self._lines(self._sink.lines)} written; --resume goes on")
             raise
@@ -140,6 +145,7 @@ class LineRun:
     def _end(self) -> int:
         """Say how it ended, and return the exit code."""
         self._console.close()
+        self._notices.end()
         done = self._sink.lines
         if not (self._source.ended and done == self._source.count):
             if self._signals.received is None:
@@ -161,6 +167,7 @@ class LineRun:
         return f"{'' if result.score is None else format(result.score, '.4f')}\t{line}"
 
     def _warn(self, place: str, result: Translation) -> None:
+        self._notices.unknown(place, result.unknown, of_prefix=True)
         if result.finish_reason == "error":
             self._console.warn(f"{place}: not translated: {result.error}")
             return
@@ -169,9 +176,16 @@ class LineRun:
             self._console.warn(f"{place}: only its first {most} tokens were translated (--max-source-len)")
         if result.finish_reason == "timeout":
             self._console.warn(f"{place}: not finished within {self._args.timeout:g} s (--timeout)")
-        if result.finish_reason == "length":
+        if result.finish_reason == "length" or self._end_was_forced(result):
             most = self._args.max_new_tokens
             self._console.warn(f"{place}: the translation was stopped at {most} tokens (--max-new-tokens)")
+        if result.repeats:
+            self._notices.repeats(place)
+
+    def _end_was_forced(self, result: Translation) -> bool:
+        """Return whether EOS, by --forced-eos, comes where there was room for nothing else."""
+        ids = result.hypotheses[0].token_ids if result.hypotheses else ()
+        return bool(self._args.forced_eos) and len(ids) + 1 >= self._args.max_new_tokens  # and the language
 
     def _lines(self, count: int) -> str:
         return f"{count} {self._unit}{'' if count == 1 else 's'}"

@@ -14,6 +14,7 @@ from metrale.cli.console import Console
 from metrale.cli.failure import DONE, SOME_FAILED, USAGE, Failure
 from metrale.cli.lines import STANDARD_INPUT, Lines, count_lines, open_input, regular_file
 from metrale.cli.model_options import add_model_arguments, add_order_argument, choose_model, device_of, limits_of
+from metrale.cli.notices import Notices
 from metrale.cli.output import to_json, write_lines
 from metrale.errors import InvalidInput
 from metrale.translator import Scored, Translator
@@ -26,7 +27,8 @@ gives a blank line, with a warning."""
 _EPILOG: Final = """\
 With --json, each line is an object: source_text, target_text, source_lang, target_lang, score, token_ids (of the
 target, EOS included), token_logprobs, truncated (whether the text was too long and only its beginning looked at),
-adapter, error. Exit codes: as those of translate."""
+adapter, error, unknown (what the model does not know of the two: start, stop, text, where). Exit codes: as those of
+translate."""
 _BATCHES_AT_A_TIME: Final = 2
 
 Pair = tuple[str, str]
@@ -73,12 +75,14 @@ def run(args: argparse.Namespace) -> int:
             console.draw(count_lines(streams[0]) if regular_file(streams[0]) else None, 0)
         name = None if adapter is None else adapter.name
         done = failed = 0
+        notices = Notices(console, "pair")
+        stack.callback(notices.end)
         for chunk in _chunks(lines, _BATCHES_AT_A_TIME * args.max_batch):
             for pair, result in zip(chunk, _scored(translator, chunk, name), strict=True):
                 done += 1
                 failed += isinstance(result, InvalidInput)
                 write_lines([_line(args, pair, result)])
-                _warn(args, console, done, result)
+                _warn(console, notices, done, result)
                 console.advance()
     if failed:
         console.warn(f"{failed} of {done} pairs were not scored")
@@ -173,7 +177,7 @@ def _line(args: argparse.Namespace, pair: Pair, result: Scored | InvalidInput) -
         return "" if isinstance(result, InvalidInput) else format(result.score, ".4f")
     fields: dict[str, Any] = {"source_text": pair[0], "target_text": pair[1]}
     fields |= {"source_lang": args.source, "target_lang": args.target}
-    fields |= dict.fromkeys(("score", "token_ids", "token_logprobs", "truncated", "adapter", "error"))
+    fields |= dict.fromkeys(("score", "token_ids", "token_logprobs", "truncated", "adapter", "error", "unknown"))
     found = {"error": _reason(result)} if isinstance(result, InvalidInput) else result.to_dict()
     return to_json({**fields, **found})
 
@@ -182,8 +186,10 @@ def _reason(error: InvalidInput) -> str:
     return f"{error.argument.partition('[')[0].removesuffix('s')}: expected {error.expected}, got {error.got}"
 
 
-def _warn(args: argparse.Namespace, console: Console, number: int, result: Scored | InvalidInput) -> None:
+def _warn(console: Console, notices: Notices, number: int, result: Scored | InvalidInput) -> None:
     if isinstance(result, InvalidInput):
         console.warn(f"pair {number}: not scored: {_reason(result)}")
-    elif result.truncated:
+        return
+    notices.unknown(f"pair {number}", result.unknown)
+    if result.truncated:
         console.warn(f"pair {number}: only the beginning of its text was looked at (--max-source-len)")

@@ -41,12 +41,13 @@ ends the run with exit code 2, after the lines before it. A blank line gives a b
 be translated, with a warning. Put -- before a TEXT that starts with a dash."""
 _EPILOG: Final = """\
 With --json, each line is an object: text, source_text, source_lang, target_lang, token_ids, score (null without
---scores), finish_reason (eos, length, timeout or error), truncated, error; with --adapter also adapter; with --scores,
---n-best or --attention also hypotheses, the best first, each with text, token_ids (EOS and special tokens included),
-score and token_logprobs; with --attention also attention, a row for each of the best one's token_ids. An output made of
-a file has a record beside it, FILE.resume, until it is whole. Exit codes: 0 all is translated, 1 some texts failed, 2
-wrong usage, input or output, 3 a model or device that cannot be used, 4 a fault in metrale itself, 130 interrupted, 143
-terminated."""
+--scores), finish_reason (eos, length, timeout or error), truncated, error, unknown (parts of the text that the model
+does not know: start, stop, text, where), repeats (whether the translation is a loop); with --adapter also adapter;
+with --scores, --n-best or --attention also hypotheses, the best first, each with text, token_ids (EOS and special
+tokens included), score and token_logprobs; with --attention also attention, a row for each of the best one's
+token_ids. An output made of a file has a record beside it, FILE.resume, until it is whole. Exit codes: 0 all is
+translated, 1 some texts failed, 2 wrong usage, input or output, 3 a model or device that cannot be used, 4 a fault
+in metrale itself, 130 interrupted, 143 terminated."""
 
 
 def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from metrale.translator.options import Options, TranslationOptions
 from metrale.translator.stream import TranslationStream
 from metrale.translator.translation import Languages, Scored, Translation, TranslationHypothesis
 from metrale.translator.translator import Translator
+from metrale.translator.unknown import UnknownSpan
 
 __all__ = [
     "Languages",
@@ -15,4 +16,5 @@ __all__ = [
     "TranslationOptions",
     "TranslationStream",
     "Translator",
+    "UnknownSpan",
 ]

@@ -14,17 +14,20 @@ from metrale.nllb.admission import FRAME_LEN
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import Tokenizer
 from metrale.translator.options import TranslationOptions, renamed
+from metrale.translator.repeats import repeats
 from metrale.translator.terms import Terms
 from metrale.translator.translation import Translation, TranslationHypothesis
+from metrale.translator.unknown import UnknownSpan, unknown_in
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One text that needs the model: its place among the call's texts, and what is asked."""
+    """One text that needs the model: its place among the call's texts, what is asked, and what is known beforehand."""
 
     index: int
     request: Request
     truncated: bool
+    unknown: tuple[UnknownSpan, ...]
     terms: Terms
 
 
@@ -49,8 +52,8 @@ class JobMaker:
     sampling: SamplingParams
     first_index: int = 0
 
-    def job(self, index: int, tokens: Sequence[int], terms: Terms) -> Job:
-        """Return the job of the text at ``index``.
+    def job(self, index: int, text: str, tokens: Sequence[int], terms: Terms) -> Job:
+        """Return the job of the text at ``index``, whose ids are ``tokens``.
 
         Raises
         ------
@@ -58,6 +61,7 @@ class JobMaker:
             When the text is too long, and not to be cut; also when the model cannot serve what is asked.
         """
         options = self.options
+        unknown = unknown_in(self.tokenizer, text, tokens) + terms.unknown
         tokens, truncated = fitting(self.model, f"texts[{index}]", tokens, truncate=options.truncate)
         capacity = self.model.capacity()
         with renamed():
@@ -75,7 +79,7 @@ class JobMaker:
                 logprobs=options.return_scores,
             )
             checked_request(request, capacity, self.model.vocab_size(), capacity.max_sequences)
-        return Job(index, request, truncated, terms)
+        return Job(index, request, truncated, unknown, terms)
 
     def translation(self, job: Job, generated: Generated) -> Translation:
         """Return what a job came to, without attention."""
@@ -93,6 +97,8 @@ class JobMaker:
             error=generated.error,
             adapter=job.terms.adapter_name,
             hypotheses=hypotheses,
+            unknown=job.unknown,
+            repeats=not failed and _is_loop(job, generated),
         )
 
     def _hypotheses(self, terms: Terms, generated: Generated) -> tuple[TranslationHypothesis, ...]:
@@ -113,6 +119,11 @@ class JobMaker:
     def _sampling(self, index: int) -> SamplingParams:
         params = self.sampling
         return replace(params, seed=text_seed(params.seed, index)) if params.temperature else params
+
+
+def _is_loop(job: Job, generated: Generated) -> bool:
+    given = job.request.prompt_tokens, job.terms.prefix
+    return repeats(generated.ids, *given, whole=generated.finish_reason == "eos")
 
 
 def blank(terms: Terms) -> Translation:

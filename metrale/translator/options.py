@@ -58,7 +58,7 @@ class TranslationOptions:
         Ids, or ids in a row, that may not occur: ``bad_words`` of `SamplingParams`.
     forced_eos : bool or int
         The id that comes last when a translation is as long as it may be, whatever the model makes of it: True is the
-        model's (first) EOS.
+        model's (first) EOS. An end that was forced counts as one: ``finish_reason`` is ``eos``.
     sampling : SamplingParams
         How tokens are drawn. Each text draws by a seed of its own, which follows from ``seed`` and the text's index
         alone. Beams draw nothing.

@@ -13,6 +13,7 @@ from metrale.translator.jobs import fitting
 from metrale.translator.scoring import Scorer
 from metrale.translator.terms import Terms
 from metrale.translator.translation import Scored
+from metrale.translator.unknown import unknown_in
 
 
 def score_pairs(
@@ -45,6 +46,10 @@ def score_pairs(
         ScoreReq(tokens, (*target, tokenizer.eos_id), language(term.source), language(term.target), term.adapter_slot)
         for (tokens, _), target, term in zip(fitted, targets, terms, strict=True)
     ]
+    unknown = [
+        unknown_in(tokenizer, text, ids) + unknown_in(tokenizer, wanted, wanted_ids, "target")
+        for text, ids, wanted, wanted_ids in zip(pairs[0], sources, pairs[1], targets, strict=True)
+    ]
     found = scorer.run(reqs, [term.adapter for term in terms])
     return [
         Scored(
@@ -55,8 +60,9 @@ def score_pairs(
             source_lang=term.source,
             target_lang=term.target,
             adapter=term.adapter_name,
+            unknown=lost,
         )
-        for scored, req, (_, cut), term in zip(found, reqs, fitted, terms, strict=True)
+        for scored, req, (_, cut), term, lost in zip(found, reqs, fitted, terms, unknown, strict=True)
     ]
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from metrale.errors import InvalidInput
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import Tokenizer
 from metrale.translator.translation import Languages
+from metrale.translator.unknown import UnknownSpan, unknown_in
 
 OneOrEach = str | Sequence[str | None] | None
 """A value for all texts, one for each, or None; None in a sequence stands for one text without."""
+
+Prefix = tuple[tuple[int, ...], tuple[UnknownSpan, ...]]
+"""The ids of a target prefix, and what is unknown of it."""
+
+_NO_PREFIX: Final[Prefix] = ((), ())
 
 T = TypeVar("T")
 
@@ -38,12 +44,15 @@ class Terms:
     prefix : tuple of int
         Ids that the target begins with.
     adapter : Adapter or None
+    unknown : tuple of UnknownSpan
+        What the model does not know of the prefix.
     """
 
     source: str
     target: str
     prefix: tuple[int, ...] = ()
     adapter: Adapter | None = None
+    unknown: tuple[UnknownSpan, ...] = ()
 
     @property
     def adapter_name(self) -> str | None:
@@ -82,7 +91,8 @@ class TermsReader:
         targets = self._languages("target", target, count, self._model.languages.target)
         prefixes = self._prefixes(prefix, count)
         adapters = self._adapters(adapter, count)
-        return [Terms(*one) for one in zip(sources, targets, prefixes, adapters, strict=True)]
+        each = zip(sources, targets, prefixes, adapters, strict=True)
+        return [Terms(source, target, ids, one, unknown) for source, target, (ids, unknown), one in each]
 
     def _languages(self, argument: str, given: Languages, count: int, default: int | None) -> list[str]:
         if given is None:
@@ -92,21 +102,23 @@ class TermsReader:
         codes = _each(argument, given, count, "code", "a language code")
         return [self._tokenizer.language_code(self._tokenizer.language_id(code, argument)) for code in codes]
 
-    def _prefixes(self, given: OneOrEach, count: int) -> list[tuple[int, ...]]:
+    def _prefixes(self, given: OneOrEach, count: int) -> list[Prefix]:
         if given is None:
-            return [()] * count
+            return [_NO_PREFIX] * count
         if isinstance(given, str):
             return [self._prefix("target_prefix", given)] * count
         texts = _each("target_prefix", given, count, "text", "a text")
         return [
-            () if text is None else self._prefix(f"target_prefix[{index}]", text) for index, text in enumerate(texts)
+            _NO_PREFIX if text is None else self._prefix(f"target_prefix[{index}]", text)
+            for index, text in enumerate(texts)
         ]
 
-    def _prefix(self, argument: str, text: str) -> tuple[int, ...]:
+    def _prefix(self, argument: str, text: str) -> Prefix:
         try:
-            return tuple(self._tokenizer.encode(text))
+            ids = tuple(self._tokenizer.encode(text))
         except InvalidInput as error:
             raise InvalidInput(argument, error.expected, error.got) from None
+        return ids, unknown_in(self._tokenizer, text, ids, "target")
 
     def _adapters(self, given: OneOrEach, count: int) -> list[Adapter | None]:
         if given is None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metrale.engine import FinishReason
+from metrale.translator.unknown import UnknownSpan
 
 Languages = str | Sequence[str] | None
 """A language code for all texts, one for each, or None for the model's default."""
@@ -74,6 +75,13 @@ class Translation:
     hypotheses : tuple of TranslationHypothesis
         The best first, which is this translation itself; at most ``num_return_sequences``. Empty for a blank text, with
         ``error``, and when a beam search did not come to its end.
+    unknown : tuple of UnknownSpan
+        What the model does not know of the text, all of it, and of the prefix. A translation can only guess at it.
+    repeats : bool
+        Whether the translation is a loop. A run is something of up to 32 ids that comes at least 4 times, one after the
+        other, over at least 16 ids. In a loop, at least half of what was generated is in runs, or a run goes on to
+        where a limit stopped it. But where the text, or the prefix, repeats something at least 4 times itself, it is
+        none unless it has more than twice as many ids in runs.
     attention : ndarray or None
         float32 ``[targets, sources]``: what the decoder attends to in the source, the mean over its layers and heads.
         Row ``i`` belongs to the step that ``hypotheses[0].token_ids[i]`` was chosen in, the last row so to EOS. The
@@ -91,6 +99,8 @@ class Translation:
     error: str | None = None
     adapter: str | None = None
     hypotheses: tuple[TranslationHypothesis, ...] = ()
+    unknown: tuple[UnknownSpan, ...] = ()
+    repeats: bool = False
     attention: NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property
@@ -112,6 +122,8 @@ class Translation:
             "adapter": self.adapter,
             "token_logprobs": None if self.token_logprobs is None else list(self.token_logprobs),
             "hypotheses": [hypothesis.to_dict() for hypothesis in self.hypotheses],
+            "unknown": [span.to_dict() for span in self.unknown],
+            "repeats": self.repeats,
         }
         if self.attention is not None:
             fields["attention"] = self.attention.tolist()
@@ -134,6 +146,8 @@ class Scored:
         Whether the source was too long and only its beginning was looked at.
     source_lang, target_lang : str
     adapter : str or None
+    unknown : tuple of UnknownSpan
+        What the model does not know of the source and of the target.
     """
 
     score: float
@@ -143,6 +157,7 @@ class Scored:
     source_lang: str
     target_lang: str
     adapter: str | None = None
+    unknown: tuple[UnknownSpan, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-ready values."""
@@ -154,4 +169,5 @@ class Scored:
             "source_lang": self.source_lang,
             "target_lang": self.target_lang,
             "adapter": self.adapter,
+            "unknown": [span.to_dict() for span in self.unknown],
         }

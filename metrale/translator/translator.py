@@ -183,7 +183,7 @@ class Translator:
         jobs: list[Job] = []
         for index, tokens in enumerate(self._tokenizer.encode_batch(listed)):
             if tokens:
-                jobs.append(maker.job(index, tokens, terms[index]))
+                jobs.append(maker.job(index, listed[index], tokens, terms[index]))
             else:
                 results[index] = blank(terms[index])
         if progress is not None and len(jobs) < len(listed):
@@ -249,7 +249,7 @@ class Translator:
             tokens = self._encode(index, text)
             if not tokens:
                 return blank(terms)
-            job = maker.job(index, tokens, terms)
+            job = maker.job(index, text, tokens, terms)
             return Submitted(job, self._submit(job))
 
         def finish(job: Job, generated: Generated) -> Translation:
@@ -414,7 +414,7 @@ class Translator:
         """Return what makes requests, and the terms of every text; what is wrong with either is said now."""
         maker = self._maker(options, first_index)
         (terms,) = self._terms.read(1, source, target, target_prefix, adapter)
-        maker.job(0, (), terms)
+        maker.job(0, "", (), terms)
         return maker, terms
 
     def _maker(self, options: Options, first_index: int = 0) -> JobMaker:

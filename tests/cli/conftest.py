@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from metrale.translator import Translation
+from metrale.translator import Translation, UnknownSpan
 
 Feed = Callable[[bytes], None]
 
@@ -54,6 +55,12 @@ class FakeStream(Iterator[Translation]):
         self._cancelled = True
 
 
+def _unknown(text: str) -> Iterator[UnknownSpan]:
+    """What is unknown: every run of characters behind the basic plane."""
+    for found in re.finditer("[\U00010000-\U0010ffff]+", text):
+        yield UnknownSpan(found.start(), found.end(), found.group())
+
+
 class FakeTranslator:
     """Turns text to upper case. Words at the start of a text choose what goes wrong with it."""
 
@@ -92,7 +99,8 @@ class FakeTranslator:
         translated = "one\r\ntwo\u2028three" if kind == "breaks" else text.upper()
         reason: Any = {"long": "length", "late": "timeout", "stopped": "cancelled"}.get(kind, "eos")
         score = -0.25 if scored and text else None
-        return Translation(translated, (7, 8), score, reason, kind == "cut", source, target)
+        told: dict[str, Any] = {"unknown": tuple(_unknown(text)), "repeats": kind == "loop"}
+        return Translation(translated, (7, 8), score, reason, kind == "cut", source, target, **told)
 
 
 @pytest.fixture

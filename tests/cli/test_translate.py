@@ -28,7 +28,7 @@ GOLDEN: list[dict[str, Any]] = json.loads((DEMO / "golden.json").read_text(encod
 FRENCH = [case for case in GOLDEN if (case["src_lang"], case["tgt_lang"]) == ("eng_Latn", "fra_Latn")][:4]
 KEYS = [
     *("text", "source_text", "source_lang", "target_lang", "token_ids"),
-    *("score", "finish_reason", "truncated", "error"),
+    *("score", "finish_reason", "truncated", "error", "unknown", "repeats"),
 ]
 
 

@@ -3,7 +3,8 @@
 
 Those of what tells the models of the family apart are in `tests.mutation.family_mutants`, those of what serves many
 sequences at once in `tests.mutation.serving_mutants`, those of beam search in `tests.mutation.search_mutants`, those of
-the order of work in `tests.mutation.order_mutants`.
+the order of work in `tests.mutation.order_mutants`, those of what is told of a translation in
+`tests.mutation.translator_mutants`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tests.mutation.rules import files, rules
 from tests.mutation.search_mutants import SEARCH_MUTANTS
 from tests.mutation.serving_mutants import SERVING_MUTANTS
 from tests.mutation.tokenizer_mutants import TOKENIZER_MUTANTS
+from tests.mutation.translator_mutants import TRANSLATOR_MUTANTS
 
 # Those that notice first stand first; the slow ones about memory have nothing to say about these rules.
 _NUMBERS = (*files("logits"), "-k", "not float16")
@@ -311,4 +313,5 @@ MODEL_MUTANTS: list[Mutant] = [
     *CHECKPOINT_MUTANTS,
     *ENGINE_MUTANTS,
     *FAMILY_MUTANTS,
+    *TRANSLATOR_MUTANTS,
 ]

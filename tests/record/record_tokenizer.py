@@ -12,7 +12,6 @@ the fields mean is in the file's own ``meta``.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import random
 import unicodedata
@@ -21,11 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sentencepiece import SentencePieceProcessor
-
 from metrale.nllb.languages import FLORES_200
-
-transformers: Any = importlib.import_module("transformers")
+from tests.nllb.their_tokenizers import TheirNllb, transformers
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "metrale" / "demo_model"
@@ -197,23 +193,11 @@ def generated(rng: random.Random) -> Iterator[tuple[str, str]]:
         yield "".join(parts).rstrip(" ") if rng.random() < 0.9 else "".join(parts), FLORES_200[i % len(FLORES_200)]
 
 
-class Recorder:
-    """transformers' tokenizer and SentencePiece's, side by side."""
+class Recorder(TheirNllb):
+    """transformers' tokenizer and SentencePiece's, side by side, and what is recorded of texts."""
 
     def __init__(self) -> None:
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
-        self.processor = SentencePieceProcessor(model_file=str(DEMO / "sentencepiece.bpe.model"))
-        self.normalizer = self.tokenizer.backend_tokenizer.normalizer
-        # The same BPE without a normaliser, to show that nothing but normalisation makes a difference.
-        bare = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
-        bare["normalizer"] = bare["post_processor"] = None
-        bare["added_tokens"] = []
-        self.bare = importlib.import_module("tokenizers").Tokenizer.from_str(json.dumps(bare))
-        self.space = self.tokenizer.convert_tokens_to_ids("\u2581")
-
-    def ours(self, text: str) -> list[int]:
-        """SentencePiece's ids, moved to NLLB's layout."""
-        return [i + 1 if i else 3 for i in self.processor.encode(text)]
+        super().__init__(DEMO)
 
     def case(self, text: str, language: str, decoded: bool) -> dict[str, Any]:
         """Everything recorded about one text."""
@@ -221,32 +205,13 @@ class Recorder:
         ids = self.tokenizer(text, split_special_tokens=True)["input_ids"]
         case: dict[str, Any] = {"text": text, "language": language, "ids": ids}
         if classes := self.differences(text, ids[1:-1]):
-            case |= {"difference": classes, "normalized": self.normalizer.normalize_str(text)}
+            case |= {"difference": classes, "normalized": self.normalized(text)}
         default_ids = self.tokenizer(text)["input_ids"]
         if default_ids != ids:
             case["default_ids"] = default_ids
         if decoded:
             case["decoded"] = self.tokenizer.decode(ids, skip_special_tokens=True)
         return case
-
-    def differences(self, text: str, ids: list[int]) -> list[str]:
-        """The classes that explain why ``ids`` are not SentencePiece's; an error when they do not."""
-        ours = self.ours(text)
-        if ids == ours:
-            return []
-        normalized = self.processor.normalize(text).replace("\u2581", " ").removeprefix(" ")
-        if self.bare.encode(normalized).ids != ours:
-            raise SystemExit(f"not explained by normalisation: {text!a}")
-        theirs = self.normalizer.normalize_str(text)
-        classes = []
-        if theirs.endswith((" ", "\u2581")) and ids[-1] == self.space:
-            classes.append("trailing_space")
-            ids = ids[:-1]
-        if self.ours(theirs) != ours:
-            classes.append("marks_lost")
-        if ids != self.ours(theirs):
-            classes.append("not_composed")
-        return classes
 
     def decode_pairs(self, rng: random.Random) -> Iterator[tuple[list[int], str]]:
         """Random ids, also of special tokens, languages and the embedding's padding rows, and their text."""
