@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend
@@ -18,6 +19,7 @@ from gpu_runtime.opening import open_backend
 from metrale.checkpoint import open_checkpoint
 from metrale.checkpoint.peft import CONFIG_FILE as _ADAPTER_FILE
 from metrale.errors import CheckpointError, InvalidInput
+from metrale.hub import resolve
 from metrale.nllb.admission import Languages
 from metrale.nllb.checks import token_id
 from metrale.nllb.config import NllbConfig
@@ -59,7 +61,8 @@ def load(
     Parameters
     ----------
     path : path
-        The checkpoint's folder. Without tokenizer files the model serves ids only.
+        The checkpoint's folder, or its id on the Hugging Face Hub, ``"org/name"`` or ``"org/name@revision"``: see
+        `metrale.hub.resolve`. Without tokenizer files the model serves ids only.
     device : str or GpuBackend
         ``"auto"`` (what ``METRALE_DEVICE`` says; else the first GPU that can be used, else the host), ``"host"``,
         ``"cuda"``, ``"cuda:N"``, or an open backend, which stays the caller's. The choice is logged.
@@ -78,7 +81,7 @@ def load(
     Raises
     ------
     CheckpointError
-        When the folder cannot be served; every reason is listed.
+        When the folder cannot be served; every reason is listed. When an id cannot be had.
     InvalidInput, UnknownLanguage
         When an argument is wrong.
     gpu_runtime.OutOfMemory
@@ -91,6 +94,7 @@ def load(
     limits = ServingLimits(max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes, room, max_lora_rank)
     if len(folders) > limits.max_adapters:
         raise InvalidInput("max_adapters", f"at least {len(folders)}, as many as adapters has", room)
+    path = resolve(path)
     config = _config(path)
     with open_checkpoint(path) as checkpoint:
         weights = match_weights(config, checkpoint)
@@ -149,6 +153,7 @@ def memory_plan(
     serving = ServingLimits(
         max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes, max_adapters, max_lora_rank
     )
+    path = resolve(path)
     config = _config(path)
     with open_checkpoint(path) as checkpoint:
         vocab = match_weights(config, checkpoint).vocab_size
@@ -165,10 +170,8 @@ def _shape(gpu: GpuBackend, config: NllbConfig, vocab: int, dtype: str, limits: 
     return ModelShape(config, vocab, element_type(dtype, gpu), limits, device.gemm_workspace_bytes, device.pad_batches)
 
 
-def _config(path: PathLike) -> NllbConfig:
+def _config(path: Path) -> NllbConfig:
     """Return the checkpoint's configuration, after refusing what only looks like a checkpoint of a whole model."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise InvalidInput("path", "the path of a checkpoint folder", repr(path))
     if os.path.lexists(os.path.join(path, _ADAPTER_FILE)):
         raise CheckpointError(
             path,
@@ -238,7 +241,7 @@ def element_type(dtype: str, gpu: GpuBackend) -> str:
     return "bf16" if gpu.limits().compute_capability >= (8, 0) else "f16"
 
 
-def _tokenizer(path: PathLike, vocab: int) -> NllbTokenizer | None:
+def _tokenizer(path: Path, vocab: int) -> NllbTokenizer | None:
     """Return the folder's tokenizer, or None when the folder has none at all."""
     if os.path.lexists(os.path.join(path, MODEL_FILE)):
         return NllbTokenizer.from_dir(path, vocab_size=vocab)

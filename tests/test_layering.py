@@ -24,7 +24,8 @@ BELOW: dict[str, set[str]] = {
     "metrale.model": {"metrale.checks"},
     "metrale.nllb": {"metrale.model", "metrale.checkpoint", "metrale.ops"},
     "metrale.engine": {"metrale.model", "metrale.ops"},
-    "metrale.factory": {"metrale.nllb"},
+    "metrale.hub": {"metrale.nllb"},
+    "metrale.factory": {"metrale.hub"},
     "metrale.translator": {"metrale.factory", "metrale.engine"},
     "metrale.demo": {"metrale.errors"},
     "metrale": {"metrale.translator", "metrale.demo"},
@@ -45,6 +46,7 @@ HOMES = {
     "metrale_kernels": {"gpu_runtime.cuda", "metrale.ops"},  # CUDA sources: files, not code to call
     "sentencepiece": {"metrale.nllb"},
     "safetensors": {"metrale.checkpoint"},
+    "huggingface_hub": {"metrale.hub"},
     "tqdm": {"metrale.cli"},
 }
 """Third-party packages, or modules of them, that only some layers may import."""
