@@ -107,7 +107,7 @@ def load(
         with ExitStack() as undo:
             owns_gpu = not isinstance(device, GpuBackend)
             gpu = device if isinstance(device, GpuBackend) else undo.enter_context(open_device(device))
-            shape = _shape(gpu, config, weights.vocab_size, dtype, limits)
+            shape = model_shape(gpu, config, weights.vocab_size, dtype, limits)
             log.info("device %s: %s", device if owns_gpu else "given", gpu.name())
             log.info("dtype %s: %s", dtype, dtypes.long_name(shape.dtype))
             log.info("memory: %s", plan_memory(shape))
@@ -159,25 +159,36 @@ def memory_plan(
         vocab = match_weights(config, checkpoint).vocab_size
     _check_dtype(dtype)
     if isinstance(device, GpuBackend):
-        return plan_memory(_shape(device, config, vocab, dtype, serving))
+        return plan_memory(model_shape(device, config, vocab, dtype, serving))
     with open_device(device) as gpu:
-        return plan_memory(_shape(gpu, config, vocab, dtype, serving))
+        return plan_memory(model_shape(gpu, config, vocab, dtype, serving))
 
 
-def _shape(gpu: GpuBackend, config: NllbConfig, vocab: int, dtype: str, limits: ServingLimits) -> ModelShape:
+def model_shape(gpu: GpuBackend, config: NllbConfig, vocab: int, dtype: str, limits: ServingLimits) -> ModelShape:
     """Return what a model's sizes follow from on this device."""
     device = gpu.limits()
     return ModelShape(config, vocab, element_type(dtype, gpu), limits, device.gemm_workspace_bytes, device.pad_batches)
 
 
-def _config(path: Path) -> NllbConfig:
-    """Return the checkpoint's configuration, after refusing what only looks like a checkpoint of a whole model."""
+def refuse_adapter(path: Path) -> None:
+    """Refuse a folder that only looks like a checkpoint of a whole model.
+
+    Raises
+    ------
+    CheckpointError
+        When it holds a LoRA adapter.
+    """
     if os.path.lexists(os.path.join(path, _ADAPTER_FILE)):
         raise CheckpointError(
             path,
             f"holds a LoRA adapter ({_ADAPTER_FILE}), not a model: load the model that it was trained on, and the "
             "adapter with it, as adapters={'name': folder}",
         )
+
+
+def _config(path: Path) -> NllbConfig:
+    """Return the checkpoint's configuration, with a warning of what it asks for and does not get by itself."""
+    refuse_adapter(path)
     config = NllbConfig.from_dir(path)
     asked = config.generation.not_greedy()
     if asked:

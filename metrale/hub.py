@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from metrale.checkpoint import read_json_object
-from metrale.checkpoint.folder import INDEX, SINGLE
+from metrale.checkpoint import WEIGHT_FORMS, shard_names
 from metrale.errors import CheckpointError, InvalidInput
 from metrale.nllb.config import CONFIG_FILE, GENERATION_FILE
 from metrale.nllb.tokenizer import MODEL_FILE
@@ -25,8 +24,7 @@ log = logging.getLogger(__name__)
 
 EXTRA: Final = "pip install 'metrale[hub]'"
 
-_SMALL: Final = (
-    GENERATION_FILE,
+TOKENIZER_FILES: Final = (
     MODEL_FILE,
     "vocab.json",
     "tokenizer.json",
@@ -34,9 +32,7 @@ _SMALL: Final = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-"""What a checkpoint may have beside its configuration and its weights."""
-_WEIGHTS: Final = ((SINGLE, INDEX), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
-"""The forms of weights, the best first: a file, or the index of several. Only one form is fetched."""
+"""What a tokenizer may consist of."""
 
 _ID: Final = re.compile(r"(?P<name>[^/@:]+/[^/@:]+)(?:@(?P<revision>.*))?", re.DOTALL)
 _REVISION: Final = re.compile(r"[^\s~^:?*\[/\x00-\x1f\x7f]+(/[^\s~^:?*\[/\x00-\x1f\x7f]+)*")
@@ -204,26 +200,19 @@ def _gather(get: _Get) -> Path:
     config = get(CONFIG_FILE)
     if config is None:
         raise CheckpointError("", f"the repository holds no {CONFIG_FILE}, so no checkpoint in transformers' format")
-    for name in _SMALL:
+    for name in (GENERATION_FILE, *TOKENIZER_FILES):
         get(name)
-    for single, index in _WEIGHTS:
+    for single, index in WEIGHT_FORMS:
         if get(single) is not None:
             return config.parent
         listed = get(index)
         if listed is not None:
-            for shard in _shards(listed):
+            for shard in shard_names(listed):
                 if get(shard) is None:
                     raise CheckpointError("", f"the repository lacks {shard!r}, which its {index} names")
             return config.parent
-    expected = ", ".join(name for form in _WEIGHTS for name in form)
+    expected = ", ".join(name for form in WEIGHT_FORMS for name in form)
     raise CheckpointError("", f"the repository holds no weights: expected one of {expected}")
-
-
-def _shards(index: Path) -> list[str]:
-    """Return the names of the files that an index names, in order; what is wrong with it shows when it is opened."""
-    placed = read_json_object(index).get("weight_map")
-    names = placed.values() if isinstance(placed, dict) else ()
-    return sorted({name for name in names if isinstance(name, str) and "/" not in name and "\\" not in name})
 
 
 def _unreachable(error: Exception) -> bool:

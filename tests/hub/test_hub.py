@@ -35,8 +35,10 @@ TOKENIZER = {
     )
 }
 OTHERS = dict.fromkeys(
-    "README.md .gitattributes flax_model.msgpack tf_model.h5 rust_model.ot onnx/model.onnx model.fp16.safetensors "
-    "training_args.bin".split(),
+    [
+        *("README.md", ".gitattributes", "flax_model.msgpack", "tf_model.h5", "rust_model.ot", "onnx/model.onnx"),
+        *("model.fp16.safetensors", "training_args.bin"),
+    ],
     b"not needed",
 )
 
