@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from metrale.checkpoint.json_fields import shown
@@ -30,8 +31,11 @@ class TensorFile(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor of the file by name."""
 
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Rows ``[start, stop)`` in the stored dtype; the arguments are right."""
+    def read_flat(self, name: str, start: int, out: NDArray[Any]) -> None:
+        """Fill ``out``, one contiguous axis of the stored dtype, with elements from ``start`` on; all is right.
+
+        Any thread may call it, also several at a time.
+        """
 
     def close(self) -> None:
         """Give the file back. Further calls do nothing."""
@@ -66,7 +70,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Unmap the files. Arrays that were read stay valid; further calls do nothing."""
+        """Close the files. Arrays that were read stay valid; further calls do nothing."""
         self._closed = True
         for file in self._files:
             file.close()
@@ -92,9 +96,40 @@ class Checkpoint:
             raise InvalidInput("start, stop", f"0 <= start <= stop <= {info.rows} for {name!r}", f"{start}, {stop}")
         if not info.shape and start == stop:
             raise InvalidInput("start, stop", f"0, 1 for the scalar {name!r}", f"{start}, {stop}")
-        rows = self._file_of[name].read_rows(name, start, stop)
+        rows: NDArray[Any] = np.empty((stop - start, *info.shape[1:]) if info.shape else (), FLOAT_DTYPES[info.dtype])
+        self._file_of[name].read_flat(name, start * info.row_elements, rows.reshape(-1))
         rows.setflags(write=False)
         return rows
+
+    def read_flat(self, name: str, start: int, out: NDArray[Any]) -> None:
+        """Fill an array with elements ``[start, start + len(out))`` of a tensor in C order.
+
+        Any thread may call it, also several at a time; the GIL is released while the file is read.
+
+        Parameters
+        ----------
+        name : str
+        start : int
+            The first element.
+        out : ndarray
+            One contiguous axis of the stored dtype. What it holds after an error is unspecified.
+
+        Raises
+        ------
+        InvalidInput
+            When there is no such tensor, the elements are not all in it, or ``out`` does not fit.
+        CheckpointError
+            When the dtype cannot be read, the file is not what it was any more, or the checkpoint is closed.
+        """
+        info = self._readable(name)
+        count = info.rows * info.row_elements
+        if not 0 <= start <= start + len(out) <= count:
+            raise InvalidInput(
+                "start", f"a range inside the {count} elements of {name!r}", f"{start} and {len(out)} on"
+            )
+        if out.dtype != FLOAT_DTYPES[info.dtype] or out.ndim != 1 or not out.flags.c_contiguous:
+            raise InvalidInput("out", f"one contiguous axis of {info.dtype}", f"{out.dtype} {out.shape}")
+        self._file_of[name].read_flat(name, start, out)
 
     def iter_chunks(self, name: str, max_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield a tensor as ``(first_row, rows)``, in order, each chunk of at most ``max_bytes`` or of one row.

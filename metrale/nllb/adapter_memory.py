@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
 from gpu_runtime.arena import Arena
 from gpu_runtime.backend import GpuBackend
@@ -93,9 +94,13 @@ class AdapterMemory:
             part = self._parts[piece.region]
             start = slot * part.slot_bytes + piece.start * piece.values.itemsize
             at = self._arena[piece.region].offset(start)
-            staging.send(piece.values, part.dtype, at, lambda values, room: np.copyto(room, values))
+            staging.send(len(piece.values), part.dtype, at, partial(_copy, piece.values))
 
     def free(self) -> None:
         """Free the pool. Work that is enqueued may still use it. Calling it again does nothing."""
         if self._arena is not None:
             self._arena.free()
+
+
+def _copy(values: NDArray[Any], start: int, room: NDArray[Any]) -> None:
+    room[:] = values[start : start + len(room)]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,8 +101,11 @@ def late() -> Iterator[LateBackend]:
         backend.sweep_unreleased()
 
 
-def copy(part: Array, room: Array) -> None:
-    room[...] = part
+def copied(values: Array) -> staging.Fill:
+    def fill(start: int, room: Array) -> None:
+        room[...] = values[start : start + len(room)]
+
+    return fill
 
 
 def bytes_at(gpu: GpuBackend, ptr: int, count: int) -> bytes:
@@ -110,11 +115,13 @@ def bytes_at(gpu: GpuBackend, ptr: int, count: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [256, 1000, 4096, 1 << 20])
-def test_everything_arrives_whatever_the_size_of_the_buffers(
-    late: LateBackend, monkeypatch: pytest.MonkeyPatch, size: int
+@pytest.mark.parametrize("threads", [1, 3])
+def test_everything_arrives_whatever_the_size_of_the_slots(
+    late: LateBackend, monkeypatch: pytest.MonkeyPatch, threads: int, size: int
 ) -> None:
-    """Long and short pieces, of three types, through buffers that hold a part of a piece or all of them."""
-    monkeypatch.setattr(staging, "STAGING_BYTES", size)
+    """Long and short pieces, of three types, through slots that hold a part of a piece or all of them."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", size)
+    monkeypatch.setattr(staging, "FILLERS", threads)
     rng = np.random.default_rng(1)
     types = {"f32": np.float32, "f16": np.float16, "i32": np.int32}
     pieces = [
@@ -122,64 +129,109 @@ def test_everything_arrives_whatever_the_size_of_the_buffers(
     ]
     base = late.alloc(sum(piece.nbytes for _, piece in pieces))
     at = base
-    with Staging(late) as stage:
+    with Staging(late, 100_000) as stage:
         for name, piece in pieces:
-            at = stage.send(piece, name, at, copy)
+            at = stage.send(len(piece), name, at, copied(piece))
     assert at - base == sum(piece.nbytes for _, piece in pieces)
     assert bytes_at(late, base, at - base) == b"".join(piece.tobytes() for _, piece in pieces)
 
 
-def test_the_host_waits_only_for_a_buffer_that_is_still_read(
-    late: LateBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "STAGING_BYTES", 1024)
-    base = late.alloc(8192)
-    with Staging(late) as stage:
-        stage.send(np.arange(512, dtype=np.int32), "i32", base, copy)  # both buffers, without a wait
+def test_slots_are_filled_side_by_side_and_sent_in_order(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads meet in a barrier: each part is filled while another is. The first of them takes longer."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+    monkeypatch.setattr(staging, "FILLERS", 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    together = threading.Barrier(2, timeout=10)
+    filled: list[int] = []
+
+    def fill(start: int, room: Array) -> None:
+        together.wait()
+        if start % 128 == 0:
+            time.sleep(0.01)
+        filled.append(start)
+        room[...] = np.arange(start, start + len(room))
+
+    base = late.alloc(64 * 4 * 16)
+    with Staging(late, 1 << 20) as stage:
+        stage.send(64 * 16, "i32", base, fill)
+    assert bytes_at(late, base, 64 * 4 * 16) == np.arange(64 * 16, dtype=np.int32).tobytes()
+    assert filled != sorted(filled)
+
+
+def test_the_host_waits_only_when_every_slot_is_in_use(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "SLOT_BYTES", 1024)
+    monkeypatch.setattr(staging, "FILLERS", 1)
+    slots = 1 + staging.SPARE_SLOTS
+    base = late.alloc(1024 * (slots + 1))
+    with Staging(late, 1 << 20) as stage:
+        stage.send(256 * slots, "i32", base, copied(np.arange(256 * slots, dtype=np.int32)))
         assert late.waits == 0
-        stage.send(np.arange(256, dtype=np.int32), "i32", base.offset(2048), copy)
+        stage.send(256, "i32", base.offset(1024 * slots), copied(np.arange(256, dtype=np.int32)))
         assert late.waits == 1
-    expected = np.concatenate([np.arange(512, dtype=np.int32), np.arange(256, dtype=np.int32)])
-    assert bytes_at(late, base, 3072) == expected.tobytes()
+    expected = np.concatenate([np.arange(256 * slots, dtype=np.int32), np.arange(256, dtype=np.int32)])
+    assert bytes_at(late, base, 1024 * (slots + 1)) == expected.tobytes()
 
 
-def test_a_short_upload_takes_little_memory(late: LateBackend) -> None:
-    with Staging(late, 1000):
-        assert late.pinned == [1000, 1000]
+@pytest.mark.parametrize(("nbytes", "slots"), [(1000, 2), (1 << 20, 2), (8 << 20, 2), (9 << 20, 3), (1 << 40, 9)])
+def test_a_short_upload_takes_little_memory(
+    late: LateBackend, monkeypatch: pytest.MonkeyPatch, nbytes: int, slots: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    with Staging(late, nbytes):
+        assert late.pinned == [min(nbytes, staging.SLOT_BYTES)] * slots
 
 
 @pytest.mark.parametrize("call", ["alloc_host_pinned", "create_event", "copy_h2d_async", "record_event"])
 def test_a_failure_leaves_nothing_behind(late: LateBackend, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """A copy that was under way is waited for."""
-    monkeypatch.setattr(staging, "STAGING_BYTES", 256)
-    base = late.alloc(1024)
+    """A copy that was under way is waited for, and so are the threads."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+    base = late.alloc(1 << 16)
+    threads = threading.active_count()
 
     def send() -> None:
-        with Staging(late) as stage:
-            stage.send(np.zeros(64, np.int32), "i32", base, copy)
+        with Staging(late, 1 << 16) as stage:
+            stage.send(64, "i32", base, copied(np.zeros(64, np.int32)))
             late.failing = late.failing or call
-            stage.send(np.zeros(192, np.int32), "i32", base, copy)
+            stage.send(8192, "i32", base, copied(np.zeros(8192, np.int32)))
 
     late.failing = call if call in ("alloc_host_pinned", "create_event") else ""
     with pytest.raises(DeviceError, match=f"{call}: failed as asked"):
         send()
-    assert (late.pinned, late.streams) == ([], 0)
+    assert (late.pinned, late.streams, threading.active_count()) == ([], 0, threads)
 
 
-def test_what_fills_a_buffer_may_fail(late: LateBackend) -> None:
-    def refuse(part: Array, room: Array) -> None:
-        raise ValueError("no such number")
+@pytest.mark.parametrize("count", [4, 100_000])
+def test_what_fills_a_slot_may_fail(late: LateBackend, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """It is the first failure, by place, that is raised, while later parts are sent or as the context is left."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+
+    def refuse(start: int, room: Array) -> None:
+        raise ValueError(f"no number {start}")
 
     def send() -> None:
-        with Staging(late) as stage:
-            stage.send(np.zeros(4, np.int32), "i32", base, copy)
-            stage.send(np.zeros(4, np.int32), "i32", base.offset(16), refuse)
+        with Staging(late, 1 << 20) as stage:
+            stage.send(64, "i32", base, copied(np.ones(64, np.int32)))
+            stage.send(count, "i32", base.offset(256), refuse)
 
-    base = late.alloc(1024)
-    with pytest.raises(ValueError, match="no such number"):
+    base = late.alloc(256 + 4 * count)
+    with pytest.raises(ValueError, match="no number 0"):
         send()
     assert late.pinned == []
-    assert bytes_at(late, base, 16) == bytes(16)
+    assert bytes_at(late, base, 256) == np.ones(64, np.int32).tobytes()
+
+
+def test_after_an_exception_nothing_more_is_filled(late: LateBackend) -> None:
+    filled: list[int] = []
+
+    def send() -> None:
+        with Staging(late, 1000) as stage:
+            stage.send(4, "i32", base, lambda start, room: filled.append(start))
+            raise KeyError("of the caller")
+
+    base = late.alloc(1024)
+    with pytest.raises(KeyError, match="of the caller"):
+        send()
+    assert (filled, late.pinned) == ([], [])
 
 
 def push(ring: Ring, value: int, at: DevicePtr) -> None:
