@@ -51,7 +51,7 @@ class Inspection:
         except CheckpointError as error:
             where = Path(error.path)
             prefix = f"{where.name}: " if where != self.folder else ""
-            self.problems += [(name, f"{prefix}{problem}") for problem in error.problems]
+            self.problems += [(name, f"{prefix}{problem}".strip()) for problem in error.problems]
         except (BackendUnavailable, OutOfMemory) as error:
             self.problems.append((name, str(error)))
 

@@ -2,14 +2,15 @@
 """Mutants of the model's rules: positions, languages, slots and rows, the KV cache, weights, the choice of tokens.
 
 Those of what serves many sequences at once are in `tests.mutation.serving_mutants`, those of beam search in
-`tests.mutation.search_mutants`, those of the order of work in
-`tests.mutation.order_mutants`.
+`tests.mutation.search_mutants`, those of what comes before loading in `tests.mutation.folder_mutants`, those of the
+order of work in `tests.mutation.order_mutants`.
 """
 
 from __future__ import annotations
 
 from tests.mutation.adapter_mutants import ADAPTER_MUTANTS
 from tests.mutation.engine_mutants import ENGINE_MUTANTS
+from tests.mutation.folder_mutants import FOLDER_MUTANTS
 from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
 from tests.mutation.search_mutants import SEARCH_MUTANTS
@@ -306,4 +307,5 @@ MODEL_MUTANTS: list[Mutant] = [
     *SEARCH_MUTANTS,
     *ADAPTER_MUTANTS,
     *ENGINE_MUTANTS,
+    *FOLDER_MUTANTS,
 ]
