@@ -256,6 +256,8 @@ def _reason(wanted: HubId, error: Exception) -> str:
     if status:
         return f"the Hugging Face Hub answered with status {status}: try again later, or {by_hand}"
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
+    if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ConnectionError | TimeoutError):
+        return f"the cache of huggingface_hub cannot take it ({cause}): mend that, or choose another place (HF_HOME)"
     return f"it cannot be downloaded ({type(cause).__name__}: {_first_line(cause)}): check the network, or {by_hand}"
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend
-from gpu_runtime.errors import BackendUnavailable, OutOfMemory
+from gpu_runtime.errors import GpuRuntimeError
 from metrale.checkpoint import FLOAT_DTYPES, WEIGHT_FORMS, Checkpoint, open_checkpoint, read_json_object, weight_files
 from metrale.cli.value_check import NonFinite, check_values
 from metrale.errors import CheckpointError
@@ -52,7 +52,7 @@ class Inspection:
             where = Path(error.path)
             prefix = f"{where.name}: " if where != self.folder else ""
             self.problems += [(name, f"{prefix}{problem}".strip()) for problem in error.problems]
-        except (BackendUnavailable, OutOfMemory) as error:
+        except GpuRuntimeError as error:
             self.problems.append((name, str(error)))
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,7 @@ import metrale
 from gpu_runtime.host import HostBackend
 from gpu_runtime.limits import Limits
 from metrale.cli import main
+from metrale.cli.inspection import family
 from metrale.demo import demo_model_path
 
 DEMO = demo_model_path()
@@ -121,6 +123,13 @@ DAMAGES: dict[str, tuple[list[Damage], list[tuple[str, str]]]] = {
         [("config", "d_model: expected"), ("config", "encoder_layers: expected"), ("config", "activation_function: e")],
     ),
     "generation cut": ([cut("generation_config.json", 9)], [("config", "generation_config.json: is not valid JSON")]),
+    "generation's fields": (
+        [edit("generation_config.json", num_beams=0, length_penalty="much")],
+        [
+            ("config", "generation_config.json: num_beams: expected"),
+            ("config", "generation_config.json: length_penalty: expected"),
+        ],
+    ),
     "both configs": (
         [edit("config.json", encoder_layers=0), write("generation_config.json", "")],
         [("config", "generation_config.json: is not valid JSON"), ("config", "config.json: encoder_layers: expected")],
@@ -239,8 +248,21 @@ def test_a_model_that_is_whole(folder: Path, capsys: pytest.CaptureFixture[str])
     }
     assert report["memory"]["fits"] is True
     assert report["values"] is None
+    assert report["config"]["generation"]["max_length"] == 200  # as generation_config.json has it
     assert len(report["languages"]) == 202
     assert {file["use"] for file in report["files"]} == {"config", "weights", "tokenizer"}
+
+
+def test_the_page_has_every_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "README.md").touch()
+    tensors(lambda found: found.update({NORM: np.full(256, np.nan, np.float32)}))(folder)
+    report, _ = inspect(folder, capsys, "--check-values")
+    page = (Path(__file__).parents[2] / "docs" / "command.md").read_text("utf-8")
+    table = page.split("## inspect")[1].split("\n## ")[0]
+    nested = [report["problems"][0], report["weights"], report["values"], report["values"]["non_finite"][0]]
+    nested += [report["vocabulary"], report["device"], report["memory"], report["files"][0]]
+    for name in {*report, *(name for part in nested for name in part)}:
+        assert f"`{name}`" in table, name
 
 
 def test_what_loads_is_what_inspect_finds_no_fault_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,6 +343,15 @@ def test_the_vocabulary_of_m2m_100(folder: Path, capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)["family"] == "M2M-100"
 
 
+@pytest.mark.parametrize(
+    ("codes", "expected"), [(("en", "fr", "zh"), "M2M-100"), (("eng_Latn", "fra_Latn"), "NLLB-200")]
+)
+def test_the_family_is_told_by_language_codes(codes: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").touch()  # beside a tokenizer that can be used, its codes decide
+    tokenizer: Any = SimpleNamespace(languages=codes)
+    assert family(tokenizer, tmp_path) == expected
+
+
 def test_languages_are_listed_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(DEMO), "--languages"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -396,7 +427,9 @@ def test_a_name_with_a_line_break_stays_on_its_line(folder: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_values_that_are_not_finite(dtype: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_are_not_finite(
+    dtype: Any, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def change(found: dict[str, Any]) -> None:
         spoilt = found[FC1].astype(dtype)
         spoilt[0, 0], spoilt[-1, -1] = np.nan, -np.nan
@@ -406,6 +439,7 @@ def test_values_that_are_not_finite(dtype: Any, folder: Path, capsys: pytest.Cap
         found["lm_head.weight"] = found["model.shared.weight"].copy()
 
     tensors(change)(folder)
+    monkeypatch.setattr("metrale.cli.value_check._CHUNK_BYTES", 1000)  # the counts of many chunks are added up
     inspect(folder, capsys, code=0)  # nothing is read without being asked for
     report, problems = inspect(folder, capsys, "--check-values")
     size = 1024 * 256
@@ -433,11 +467,14 @@ def test_values_are_read_whatever_the_configuration(folder: Path, capsys: pytest
         found["numbers"] = np.ones(3, np.int64)  # cannot be read
 
     tensors(change)(folder)
-    (folder / "config.json").unlink()
-    report, problems = inspect(folder, capsys, "--check-values")
-    assert report["values"]["non_finite"] == [{"tensor": NORM, "nan": 1, "inf": 0}]
-    assert report["values"]["tensors"] == 179
-    assert [part for part, _ in problems] == ["config", "values"]
+    expected = ["weights", "weights", "values"]
+    for _ in range(2):
+        report, problems = inspect(folder, capsys, "--check-values")
+        assert report["values"]["non_finite"] == [{"tensor": NORM, "nan": 1, "inf": 0}]
+        assert report["values"]["tensors"] == 179
+        assert [part for part, _ in problems] == expected
+        (folder / "config.json").unlink(missing_ok=True)
+        expected = ["config", "values"]
 
 
 def test_reading_values_has_a_bar_on_a_terminal(

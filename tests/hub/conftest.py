@@ -14,6 +14,14 @@ from tests.hub.server import FakeHub
 NLLB = "facebook/nllb-tiny"
 
 
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No proxy of this machine's stands before the hub, and no connection outlives its test."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield
+    close_session()
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of huggingface_hub."""
@@ -31,7 +39,6 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         yield server
-        close_session()
 
 
 @pytest.fixture(scope="session")

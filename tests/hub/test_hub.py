@@ -374,6 +374,15 @@ def test_offline(cache: Path) -> None:
     )
 
 
+def test_a_cache_that_cannot_be_written(hub: FakeHub, cache: Path, checkpoint: dict[str, bytes]) -> None:
+    hub.add(NLLB, checkpoint)
+    cache.write_text("a file where the folder should be")
+    problem = refused(NLLB)
+    assert problem.startswith("there is no such folder, and the cache of huggingface_hub cannot take it ([Errno ")
+    assert str(cache) in problem
+    assert problem.endswith("mend that, or choose another place (HF_HOME)")
+
+
 def test_a_download_goes_on_where_the_connection_broke(
     hub: FakeHub, checkpoint: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
