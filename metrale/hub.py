@@ -116,18 +116,29 @@ def hub_id(path: str | os.PathLike[str]) -> HubId | None:
 def _cached(hub: Any, wanted: HubId) -> Path | None:
     """Return the folder in the cache, when that has all that a checkpoint needs and the repository has."""
     try:
-        return _gather(lambda name: _look_up(hub, wanted, name))
+        return _gather(_look_up(hub, wanted))
     except _NotCached:
         return None
 
 
-def _look_up(hub: Any, wanted: HubId, name: str) -> Path | None:
-    found = hub.try_to_load_from_cache(wanted.name, name, revision=wanted.revision)
-    if isinstance(found, str):
+def _look_up(hub: Any, wanted: HubId) -> _Get:
+    """Return a function that finds files in the cache, all of one commit, also when another process moves the branch.
+
+    It raises _NotCached for a file that may be one of the repository's.
+    """
+    revision = wanted.revision
+
+    def get(name: str) -> Path | None:
+        nonlocal revision
+        found = hub.try_to_load_from_cache(wanted.name, name, revision=revision)
+        if found is None:
+            raise _NotCached(name)
+        if not isinstance(found, str):
+            return None  # it is known that the repository has no such file
+        revision = Path(found).parent.name
         return Path(found)
-    if found is None:
-        raise _NotCached(name)
-    return None  # it is known that the repository has no such file
+
+    return get
 
 
 def _fetched(hub: Any, wanted: HubId, *, progress: bool) -> Path:
@@ -169,17 +180,18 @@ def _fetched(hub: Any, wanted: HubId, *, progress: bool) -> Path:
 def _usable(hub: Any, wanted: HubId) -> Path | None:
     """Return the folder in the cache when it has a configuration and weights, whatever else the repository has."""
     unknown: list[str] = []
+    look_up = _look_up(hub, wanted)
 
     def get(name: str) -> Path | None:
         try:
-            return _look_up(hub, wanted, name)
+            return look_up(name)
         except _NotCached:
             unknown.append(name)
             return None
 
     try:
         folder = _gather(get)
-    except (CheckpointError, _NotCached):
+    except CheckpointError:
         return None
     log.warning(
         "%s: taken from the cache; the Hugging Face Hub cannot be asked whether it also has %s",
@@ -233,7 +245,8 @@ def _reason(wanted: HubId, error: Exception) -> str:
     from huggingface_hub import errors
 
     page = f"its page on the Hub, {wanted.name}"
-    by_hand = f"download it by hand (`hf download {wanted.name}`) and name the folder"
+    chosen = "" if wanted.revision == "main" else f" --revision {wanted.revision}"
+    by_hand = f"download it by hand (`hf download {wanted.name}{chosen}`) and name the folder"
     if isinstance(error, errors.HFValidationError):
         return f"it can be no id of the Hugging Face Hub either: {_first_line(error)}"
     if isinstance(error, errors.OfflineModeIsEnabled):

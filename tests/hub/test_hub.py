@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -372,6 +373,7 @@ def test_offline(cache: Path) -> None:
         "there is no such folder, and the cache of huggingface_hub does not have all of it, and HF_HUB_OFFLINE forbids "
         f"to ask the Hugging Face Hub: unset that, or {BY_HAND}"
     )
+    assert f"(`hf download {NLLB} --revision refs/pr/3`)" in refused(f"{NLLB}@refs/pr/3")
 
 
 def test_a_cache_that_cannot_be_written(hub: FakeHub, cache: Path, checkpoint: dict[str, bytes]) -> None:
@@ -461,6 +463,25 @@ def test_a_cache_that_may_not_be_whole(
         f"{NLLB}@main: taken from the cache; the Hugging Face Hub cannot be asked whether it also has "
         "sentencepiece.bpe.model, tokenizer.json, tokenizer_config.json, special_tokens_map.json, added_tokens.json"
     )
+
+
+def test_a_branch_that_another_process_moves_meanwhile(
+    hub: FakeHub, cache: Path, checkpoint: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of two commits are never mixed up: here the second one is not even whole."""
+    hub.add(NLLB, checkpoint)
+    folder = resolve(NLLB)
+    look_up = huggingface_hub.try_to_load_from_cache
+
+    def move(name: str, file: str, **options: Any) -> Any:
+        found = look_up(name, file, **options)
+        (cache / "models--facebook--nllb-tiny" / "refs" / "main").write_text("d" * 40)
+        return found
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", move)
+    hub.asked.clear()
+    assert resolve(NLLB) == folder
+    assert hub.asked == []
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
