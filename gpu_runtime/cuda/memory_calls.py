@@ -11,6 +11,7 @@ from cupy.cuda import runtime
 
 from gpu_runtime import checks
 from gpu_runtime.buffers import Bytes, as_bytes
+from gpu_runtime.cuda.driver import attempt
 from gpu_runtime.cuda.memory import CudaMemory
 from gpu_runtime.cuda.stream_calls import StreamCalls
 from gpu_runtime.errors import InvalidPointer
@@ -120,6 +121,18 @@ class MemoryCalls(StreamCalls):
         self.copy_d2h_async(src, dst, stream)
         self.synchronize(stream)
 
+    def copy_h2d_on_stream(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
+        data = as_bytes("src", src, writable=False)
+        start, size, tag = self._span("copy_h2d: dst", dst, data.nbytes)
+        self._streams.refuse_capture(self._stream(stream), "copy_h2d")
+        on = self._about_to("copy", "h2d", size, stream, tag)
+        if self._traces.active:
+            self._traces.add(LaunchRecord("wait", "stream", stream=on))
+        with self._context.current(), self._context.relaxed():
+            if size:
+                attempt(runtime.memcpyAsync, start, _address(data), size, runtime.memcpyDefault, on)
+            attempt(runtime.streamSynchronize, on)
+
     def copy_h2d_async(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
         data = as_bytes("src", src, writable=False)
         start, size, tag = self._span("copy_h2d: dst", dst, data.nbytes)
@@ -168,7 +181,8 @@ class MemoryCalls(StreamCalls):
         """Enqueue a copy; ``keep`` lives until it is done."""
         if size:
             self._context.call_relaxed(runtime.memcpyAsync, dst, src, size, runtime.memcpyDefault, on)
-            self._streams.note(on, stream, keep)
+            locked = keep is not None and self._memory.is_pinned(_address(keep))
+            self._streams.note(on, stream, keep, locked=locked)
 
     def _about_to(self, kind: Any, name: str, nbytes: int, stream: StreamLike, tag: str) -> int:
         """Return the handle of the stream that a copy or memset goes to, once faults and traces have heard of it."""

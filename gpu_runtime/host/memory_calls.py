@@ -115,6 +115,11 @@ class MemoryCalls(StreamCalls):
         self.copy_d2h_async(src, dst, stream)
         self.synchronize(stream)
 
+    def copy_h2d_on_stream(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
+        self._refuse_capture(self._stream(stream), "copy_h2d")
+        self.copy_h2d_async(src, dst, stream)
+        self.synchronize(stream)
+
     def copy_h2d_async(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
         data = as_bytes("src", src, writable=False)
         span = self._span("copy_h2d: dst", dst, data.nbytes)

@@ -23,7 +23,7 @@ from metrale.checkpoint import FLOAT_DTYPES, Checkpoint, convert
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.positions import sinusoidal
-from metrale.nllb.staging import Staging
+from metrale.nllb.staging import Staging, Transfer
 from metrale.nllb.weights import (
     DECODER_NORM,
     EMBEDDING,
@@ -212,19 +212,24 @@ def load_weights(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, fou
     arena = Arena(gpu, layout, tag="weights")
     try:
         with Staging(gpu, layout.nbytes) as staging:  # left before the arena may be freed: no copy runs then
-            for region, names in regions(shape.config):
-                at = arena[region]
-                for name in names:
-                    at = _upload(staging, shape, checkpoint, found.sources[name], at)
-            _upload_positions(staging, shape, arena[_POSITIONS])
+            staging.send(_transfers(shape, checkpoint, found, arena))
     except BaseException:
         arena.free()
         raise
     return _addresses(arena, shape.config)
 
 
-def _upload(staging: Staging, shape: ModelShape, checkpoint: Checkpoint, name: str, at: DevicePtr) -> DevicePtr:
-    """Send one tensor to ``at`` and return the address after it."""
+def _transfers(shape: ModelShape, checkpoint: Checkpoint, found: WeightMap, arena: Arena) -> Iterator[Transfer]:
+    for region, names in regions(shape.config):
+        at = arena[region]
+        for name in names:
+            transfer = _of_tensor(shape, checkpoint, found.sources[name], at)
+            at = at.offset(transfer.count * shape.itemsize)
+            yield transfer
+    yield _of_positions(shape, arena[_POSITIONS])
+
+
+def _of_tensor(shape: ModelShape, checkpoint: Checkpoint, name: str, at: DevicePtr) -> Transfer:
     info, path = checkpoint.tensors[name], str(checkpoint.path)
 
     def read(start: int, room: NDArray[Any]) -> None:
@@ -238,11 +243,11 @@ def _upload(staging: Staging, shape: ModelShape, checkpoint: Checkpoint, name: s
             convert(part, shape.dtype, out=room[first : first + _BLOCK], name=name, path=path)
 
     fill = read if info.dtype == shape.dtype else read_and_convert
-    return staging.send(info.rows * info.row_elements, shape.dtype, at, fill)
+    return Transfer(info.rows * info.row_elements, shape.dtype, at, fill)
 
 
-def _upload_positions(staging: Staging, shape: ModelShape, at: DevicePtr) -> None:
-    """Send the table of positions, some rows at a time: in float64 it would be several times its size."""
+def _of_positions(shape: ModelShape, at: DevicePtr) -> Transfer:
+    """The table is computed some rows at a time: in float64 it would be several times its size."""
     width, first_position = shape.config.d_model, shape.config.pad_token_id + 1
 
     def compute(start: int, room: NDArray[Any]) -> None:
@@ -252,7 +257,7 @@ def _upload_positions(staging: Staging, shape: ModelShape, at: DevicePtr) -> Non
             rows = -(-(skipped + len(part)) // width)
             part[:] = sinusoidal(first_position + row, rows, width).reshape(-1)[skipped : skipped + len(part)]
 
-    staging.send(shape.position_count * width, "f32", at, compute)
+    return Transfer(shape.position_count * width, "f32", at, compute)
 
 
 def _addresses(arena: Arena, config: NllbConfig) -> DeviceWeights:

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -22,40 +22,51 @@ from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.nllb.turns import Turn
 
-SLOT_BYTES: Final = 8 << 20
-"""Size of a slot of `Staging`: a copy of it takes longer than the calls that enqueue it."""
+SLOT_BYTES: Final = 4 << 20
+"""Size of a slot of `Staging`. Each is used again and again, and so stays in the processor's cache; it is large enough
+for the calls around a copy to take less time than what happens in between."""
 
-FILLERS: Final = 6
-"""Most threads that fill slots: one of them reads from the page cache at a fraction of the rate of the copies."""
-
-SPARE_SLOTS: Final = 3
-"""Slots beside those that threads fill: two that the device copies, one after the other, and one that is gathered."""
+THREADS: Final = 8
+"""Most threads of `Staging`: one of them reads from the page cache at a fraction of the rate of page-locked copies."""
 
 Fill = Callable[[int, NDArray[Any]], object]
 """``fill(start, room)`` writes elements ``start`` to ``start + len(room)`` of a source into ``room``, on any thread."""
 
 
-@dataclass(slots=True)
-class _Slot:
-    """Page-locked memory, what is to be put into it and sent from it, and the thread that puts it there."""
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Elements that are to be on the device: how many of which type, where, and what writes them to host memory."""
 
-    memory: NDArray[Any]
-    event: int
-    used: int = 0
-    parts: list[tuple[Fill, int, NDArray[Any], DevicePtr]] = field(default_factory=list)
-    filling: Future[None] | None = None
+    count: int
+    dtype: str
+    at: DevicePtr
+    fill: Fill
 
-    def fill(self) -> None:
-        for fill, start, room, _ in self.parts:
-            fill(start, room)
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements of a transfer, from ``start`` on, that go through a slot from its byte ``offset`` on."""
+
+    transfer: Transfer
+    start: int
+    count: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return self.count * dtypes.itemsize(self.transfer.dtype)
+
+    @property
+    def at(self) -> DevicePtr:
+        """Where it goes."""
+        return self.transfer.at.offset(self.start * dtypes.itemsize(self.transfer.dtype))
 
 
 class Staging:
-    """Slots in turn: threads fill some while the device copies from others.
+    """Threads that fill page-locked slots and have the device copy from them, each on a stream of its own.
 
-    A context manager. Leaving it sends all and waits for every copy, so what was sent is on the device from then on,
-    whatever the stream that reads it; after an exception, it waits for what is under way and drops the rest. Either
-    way everything is freed. One thread uses it; the threads that fill are its own.
+    While the device copies from one slot, others are filled. A context manager; leaving it frees everything.
 
     Parameters
     ----------
@@ -66,29 +77,21 @@ class Staging:
     Raises
     ------
     OutOfMemory, DeviceError
-        When the slots cannot be had; nothing stays allocated.
+        When slots or streams cannot be had; nothing stays allocated.
     """
 
     def __init__(self, gpu: GpuBackend, nbytes: int) -> None:
         self._gpu = gpu
-        threads = min(FILLERS, os.cpu_count() or 1)
-        self._size = max(min(nbytes, SLOT_BYTES), REGION_ALIGNMENT)
+        self.slot_bytes: Final = max(min(nbytes, SLOT_BYTES), REGION_ALIGNMENT)
+        threads = min(THREADS, os.cpu_count() or 1, -(-nbytes // self.slot_bytes) or 1)
         with ExitStack() as undo:
-            self._stream = gpu.create_stream()
-            undo.callback(gpu.destroy_stream, self._stream)  # finishes its work first
-            self._free: deque[_Slot] = deque()
-            for _ in range(min(threads + SPARE_SLOTS, -(-nbytes // self._size) + 1)):
-                memory = gpu.alloc_host_pinned(self._size)
-                undo.callback(gpu.free_host_pinned, memory)
-                event = gpu.create_event()
-                undo.callback(gpu.destroy_event, event)
-                self._free.append(_Slot(memory.array, event))
-            self._pool = ThreadPoolExecutor(threads, "metrale staging")
-            undo.callback(self._pool.shutdown, cancel_futures=True)  # before the slots go
+            memory = gpu.alloc_host_pinned(self.slot_bytes * threads)
+            undo.callback(gpu.free_host_pinned, memory)
+            self._lanes: list[tuple[NDArray[np.uint8], int]] = []
+            for slot in memory.array.reshape(threads, self.slot_bytes):
+                self._lanes.append((slot, gpu.create_stream()))
+                undo.callback(gpu.destroy_stream, self._lanes[-1][1])  # finishes its work first
             self._teardown = undo.pop_all()
-        self._filling: deque[_Slot] = deque()
-        self._copying: deque[_Slot] = deque()
-        self._gathered = self._free.popleft()
 
     def __enter__(self) -> Self:
         return self
@@ -96,86 +99,114 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                self._hand_over()
-                while self._filling:
-                    self._copy()
-        finally:
-            for slots in (self._free, self._filling, self._copying):
-                slots.clear()
-            self._gathered.parts.clear()
-            self._teardown.close()
+        self._lanes.clear()  # nobody fills a slot that is freed
+        self._teardown.close()
 
     def follow(self, turn: Turn) -> None:
         """Let what is sent from here on come after every use so far of what ``turn`` guards; the host goes on."""
-        turn.wait(self._stream)
+        for _, stream in self._lanes:
+            turn.wait(stream)
 
-    def send(self, count: int, dtype: str, at: DevicePtr, fill: Fill) -> DevicePtr:
-        """Have ``count`` elements written to ``at`` and return the address after them.
+    def send(self, transfers: Iterable[Transfer]) -> None:
+        """Send all of it, in no promised order. On return it is on the device, whatever the stream that reads it.
 
-        The host goes on; it waits only when every slot is in use. An exception of ``fill`` is raised by a later call,
-        or as the context is left.
-
-        Parameters
-        ----------
-        count : int
-        dtype : str
-            Element type on the device, and of the ``room`` that ``fill`` gets.
-        at : DevicePtr
-        fill : callable
-            See `Fill`. It is called for parts, possibly several at a time, until the context is left.
+        Raises
+        ------
+        Exception
+            What the first of the parts, in the order given, raised that failed. Some of the others were sent.
         """
+        jobs = _Jobs(pack(transfers, self.slot_bytes))
+        threads = [
+            threading.Thread(target=self._run, args=(jobs, *lane), name=f"metrale staging {number}", daemon=True)
+            for number, lane in enumerate(self._lanes)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:  # KeyboardInterrupt
+            jobs.stop()
+            for thread in threads:
+                thread.join()
+            raise
+        jobs.raise_first()
+
+    def _run(self, jobs: _Jobs, slot: NDArray[np.uint8], stream: int) -> None:
+        """Do jobs until there are none."""
+        for number, parts in jobs:
+            try:
+                self._send(parts, slot, stream)
+            except BaseException as error:
+                jobs.failed(number, error)
+
+    def _send(self, parts: list[Part], slot: NDArray[np.uint8], stream: int) -> None:
+        """Send what shares a slot. Nothing reads the slot any more on return; after an exception, nothing fills it."""
+        self._gpu.bind_to_thread()  # the calls are cheaper then
+        for part in parts:
+            room = slot[part.offset : part.offset + part.nbytes].view(dtypes.NUMPY[part.transfer.dtype])
+            part.transfer.fill(part.start, room)
+        for at, start, stop in runs(parts):
+            self._gpu.copy_h2d_on_stream(slot[start:stop], at, stream)
+
+
+class _Jobs:
+    """What is to be done, taken by several threads; after a failure no more of it is."""
+
+    def __init__(self, jobs: Iterable[list[Part]]) -> None:
+        self._waiting = deque(enumerate(jobs))
+        self._failures: list[tuple[int, BaseException]] = []
+
+    def __iter__(self) -> Iterator[tuple[int, list[Part]]]:
+        while True:
+            try:
+                yield self._waiting.popleft()
+            except IndexError:
+                return
+
+    def stop(self) -> None:
+        self._waiting.clear()
+
+    def failed(self, number: int, error: BaseException) -> None:
+        self._failures.append((number, error))
+        self.stop()
+
+    def raise_first(self) -> None:
+        if self._failures:
+            raise min(self._failures, key=lambda failure: failure[0])[1]
+
+
+def pack(transfers: Iterable[Transfer], slot_bytes: int) -> Iterator[list[Part]]:
+    """Cut transfers into parts and yield, in order, those that share a slot. Each part is aligned as a region is."""
+    parts: list[Part] = []
+    used = 0
+    for transfer in transfers:
+        itemsize = dtypes.itemsize(transfer.dtype)
         done = 0
-        while done < count:
-            room = self._room(count - done, dtype)
-            self._gathered.parts.append((fill, done, room, at))
-            at = at.offset(room.nbytes)
-            done += len(room)
-        return at
+        while done < transfer.count:
+            if slot_bytes - used < itemsize:
+                yield parts
+                parts, used = [], 0
+            part = Part(transfer, done, min(transfer.count - done, (slot_bytes - used) // itemsize), used)
+            parts.append(part)
+            used += -(-part.nbytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
+            done += part.count
+    if parts:
+        yield parts
 
-    def _room(self, count: int, dtype: str) -> NDArray[Any]:
-        """Return 1 to ``count`` elements of the slot that is gathered, which may be another one from here on."""
-        itemsize = dtypes.itemsize(dtype)
-        if self._size - self._gathered.used < itemsize:
-            self._hand_over()
-            self._gathered = self._next()
-        slot = self._gathered
-        start = slot.used
-        size = min(count, (self._size - start) // itemsize) * itemsize
-        slot.used += -(-size // REGION_ALIGNMENT) * REGION_ALIGNMENT
-        return slot.memory[start : start + size].view(dtypes.NUMPY[dtype])
 
-    def _hand_over(self) -> None:
-        """Have the gathered slot filled."""
-        self._gathered.filling = self._pool.submit(self._gathered.fill)
-        self._filling.append(self._gathered)
-
-    def _next(self) -> _Slot:
-        """Return a slot that nothing uses. On the way, whatever is filled is sent, in order."""
-        while not self._free:
-            while self._filling and (len(self._copying) < 2 or self._is_filled(self._filling[0])):
-                self._copy()  # with two copies enqueued, the device has work while the host waits for the first
-            slot = self._copying.popleft()
-            self._gpu.event_synchronize(slot.event)
-            self._free.append(slot)
-        return self._free.popleft()
-
-    @staticmethod
-    def _is_filled(slot: _Slot) -> bool:
-        return slot.filling is not None and slot.filling.done()
-
-    def _copy(self) -> None:
-        """Wait until the first of the slots that are filled is, and enqueue its copies."""
-        slot = self._filling[0]
-        assert slot.filling is not None
-        slot.filling.result()
-        for _, _, room, at in slot.parts:
-            self._gpu.copy_h2d_async(room, at, self._stream)
-        self._gpu.record_event(slot.event, self._stream)
-        slot.parts.clear()
-        slot.used = 0
-        self._copying.append(self._filling.popleft())
+def runs(parts: Iterable[Part]) -> Iterator[tuple[DevicePtr, int, int]]:
+    """Yield copies, as address, first byte and end: one for parts that lie together, in the slot and on the device."""
+    at, start, stop = DevicePtr.NULL, 0, 0
+    for part in parts:
+        if stop and (part.offset != stop or part.at != at.offset(stop - start)):
+            yield at, start, stop
+            stop = 0
+        if not stop:
+            at, start = part.at, part.offset
+        stop = part.offset + part.nbytes
+    if stop:
+        yield at, start, stop
 
 
 class Ring:

@@ -53,6 +53,7 @@ def calls_of(gpu: GpuBackend) -> dict[str, Call]:
         "copy_d2h": lambda: gpu.copy_d2h(ptr, bytearray(16)),
         "copy_d2d": lambda: gpu.copy_d2d(ptr, space, 16),
         "copy_d2h_on_stream": lambda: gpu.copy_d2h_on_stream(ptr, bytearray(16), stream),
+        "copy_h2d_on_stream": lambda: gpu.copy_h2d_on_stream(memory.array, ptr, stream),
         "copy_h2d_async": lambda: gpu.copy_h2d_async(X, ptr, stream),
         "copy_h2d_async_retained": lambda: gpu.copy_h2d_async_retained(X, ptr, stream),
         "copy_d2h_async": lambda: gpu.copy_d2h_async(ptr, memory.array, stream),

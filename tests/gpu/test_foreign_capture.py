@@ -153,12 +153,23 @@ def refused_calls(gpu: GpuBackend, stream: int) -> dict[str, Call]:
         "elapsed": recorded(timed, lambda: gpu.event_elapsed_ms(timed, timed)),
         "synchronize": lambda: gpu.synchronize(stream),
         "copy_d2h": lambda: gpu.copy_d2h_on_stream(ptr, buffer, stream),
+        "copy_h2d": lambda: gpu.copy_h2d_on_stream(buffer, ptr, stream),
         "begin": lambda: gpu.begin_capture(stream),
         "end": lambda: gpu.end_capture(stream),
     }
 
 
-REFUSED = ("wait for outside", "query", "event_synchronize", "elapsed", "synchronize", "copy_d2h", "begin", "end")
+REFUSED = (
+    "wait for outside",
+    "query",
+    "event_synchronize",
+    "elapsed",
+    "synchronize",
+    "copy_d2h",
+    "copy_h2d",
+    "begin",
+    "end",
+)
 
 
 @pytest.mark.parametrize("mode", ["global", "relaxed"])

@@ -81,6 +81,7 @@ ARGUMENTS: dict[str, Any] = {
 def arguments_of(name: str, pinned: Any) -> dict[str, Any]:
     """Return plausible arguments for one method."""
     buffers = {"copy_h2d": "src", "copy_h2d_async": "src", "copy_h2d_async_retained": "src"}
+    buffers |= {"copy_h2d_on_stream": "src"}
     buffers |= {"copy_d2h": "dst", "copy_d2h_on_stream": "dst", "copy_d2h_async": "dst"}
     given = ARGUMENTS | {"memory": pinned}
     if name in buffers:

@@ -42,7 +42,7 @@ def ptr(gpu: GpuBackend) -> int:
     ],
     ids=lambda source: type(source).__name__,
 )
-@pytest.mark.parametrize("call", ["copy_h2d", "copy_h2d_async", "copy_h2d_async_retained"])
+@pytest.mark.parametrize("call", ["copy_h2d", "copy_h2d_on_stream", "copy_h2d_async", "copy_h2d_async_retained"])
 def test_h2d_takes_every_contiguous_buffer(gpu: GpuBackend, ptr: int, source: Any, call: str) -> None:
     getattr(gpu, call)(source, ptr + 8)
     expected = BYTES.copy()

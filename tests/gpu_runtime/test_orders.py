@@ -55,6 +55,7 @@ WAITS: dict[str, Callable[[HostBackend, int, int, int, PinnedMemory], Any]] = {
     "synchronize": lambda gpu, stream, event, ptr, memory: gpu.synchronize(stream),
     "event_synchronize": lambda gpu, stream, event, ptr, memory: gpu.event_synchronize(event),
     "copy_d2h_on_stream": lambda gpu, stream, event, ptr, memory: gpu.copy_d2h_on_stream(ptr, bytearray(1), stream),
+    "copy_h2d_on_stream": lambda gpu, stream, event, ptr, memory: gpu.copy_h2d_on_stream(bytearray(1), ptr, stream),
     "destroy_stream": lambda gpu, stream, event, ptr, memory: gpu.destroy_stream(stream),
     "free": lambda gpu, stream, event, ptr, memory: gpu.free(ptr),
     "free_host_pinned": lambda gpu, stream, event, ptr, memory: gpu.free_host_pinned(memory),

@@ -24,7 +24,7 @@ from tests.mutation.mutant import ROOT
 PACKAGES: Final = ("metrale/model", "metrale/nllb", "metrale/engine")
 ORDERING: Final = frozenset({"synchronize", "event_synchronize", "record_event", "stream_wait_event", "destroy_stream"})
 """``destroy_stream`` is one because it finishes the stream's work first."""
-BLOCKING: Final = {"copy_d2h_on_stream": "copy_d2h_async"}
+BLOCKING: Final = {"copy_d2h_on_stream": "copy_d2h_async", "copy_h2d_on_stream": "copy_h2d_async"}
 ROW_PARAMETERS: Final = frozenset({"row", "row_base"})
 ARENA_ROW: Final = "row"
 """The method of a logits arena that takes a row's index and returns its address."""

@@ -98,6 +98,10 @@ class OrderedBackend(HostBackend):
         super().copy_d2h_on_stream(src, dst, stream)
         self.host |= self._on_stream.get(self._key(stream), 0)
 
+    def copy_h2d_on_stream(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
+        super().copy_h2d_on_stream(src, dst, stream)
+        self.host |= self._on_stream.get(self._key(stream), 0)
+
     @contextmanager
     def noted(self) -> Iterator[list[int]]:
         """Give a list that is filled, at the context's end, with the numbers of the work enqueued inside it."""

@@ -17,7 +17,7 @@ from gpu_runtime.errors import DeviceError
 from gpu_runtime.handles import PinnedMemory
 from gpu_runtime.host import HostBackend
 from metrale.nllb import staging
-from metrale.nllb.staging import Ring, Staging
+from metrale.nllb.staging import Ring, Staging, Transfer, pack, runs
 
 Array = NDArray[Any]
 
@@ -34,6 +34,7 @@ class LateBackend(HostBackend):
         self._late: list[tuple[Any, int]] = []
         self._recorded: dict[int, int] = {}
         self._done = 0
+        self._running = threading.Lock()
         self.waits = 0
         self.pinned: list[int] = []
         self.streams = 0
@@ -45,9 +46,10 @@ class LateBackend(HostBackend):
             raise DeviceError(f"{call}: failed as asked")
 
     def _run(self, count: int) -> None:
-        for source, at in self._late[self._done : count]:
-            super().copy_h2d_async(source, at)
-        self._done = max(self._done, count)
+        with self._running:
+            for source, at in self._late[self._done : count]:
+                super().copy_h2d_async(source, at)
+            self._done = max(self._done, count)
 
     def alloc_host_pinned(self, nbytes: int) -> PinnedMemory:
         self._fail("alloc_host_pinned")
@@ -59,6 +61,7 @@ class LateBackend(HostBackend):
         super().free_host_pinned(memory)
 
     def create_stream(self) -> int:
+        self._fail("create_stream")
         self.streams += 1
         return super().create_stream()
 
@@ -89,6 +92,7 @@ class LateBackend(HostBackend):
         self._run(self._recorded.get(event, 0))
 
     def synchronize(self, stream: Any = 0) -> None:
+        self._fail("synchronize")
         self._run(len(self._late))
         super().synchronize(stream)
 
@@ -114,6 +118,9 @@ def bytes_at(gpu: GpuBackend, ptr: int, count: int) -> bytes:
     return result.tobytes()
 
 
+TYPES = {"f32": np.float32, "f16": np.float16, "i32": np.int32}
+
+
 @pytest.mark.parametrize("size", [256, 1000, 4096, 1 << 20])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_everything_arrives_whatever_the_size_of_the_slots(
@@ -121,80 +128,83 @@ def test_everything_arrives_whatever_the_size_of_the_slots(
 ) -> None:
     """Long and short pieces, of three types, through slots that hold a part of a piece or all of them."""
     monkeypatch.setattr(staging, "SLOT_BYTES", size)
-    monkeypatch.setattr(staging, "FILLERS", threads)
+    monkeypatch.setattr(staging, "THREADS", threads)
     rng = np.random.default_rng(1)
-    types = {"f32": np.float32, "f16": np.float16, "i32": np.int32}
-    pieces = [
-        (name, rng.integers(-9, 9, length).astype(types[name])) for length in (1, 7, 300, 5000, 3) for name in types
-    ]
-    base = late.alloc(sum(piece.nbytes for _, piece in pieces))
-    at = base
+    pieces = [(name, rng.integers(-9, 9, length)) for length in (1, 7, 300, 0, 5000, 3) for name in TYPES]
+    arrays = [values.astype(TYPES[name]) for name, values in pieces]
+    base = late.alloc(sum(array.nbytes for array in arrays))
+    transfers, at = [], base
+    for (name, _), array in zip(pieces, arrays, strict=True):
+        transfers.append(Transfer(len(array), name, at, copied(array)))
+        at = at.offset(array.nbytes)
     with Staging(late, 100_000) as stage:
-        for name, piece in pieces:
-            at = stage.send(len(piece), name, at, copied(piece))
-    assert at - base == sum(piece.nbytes for _, piece in pieces)
-    assert bytes_at(late, base, at - base) == b"".join(piece.tobytes() for _, piece in pieces)
+        stage.send(transfers)
+        expected = b"".join(array.tobytes() for array in arrays)
+        assert bytes_at(late, base, at - base) == expected  # on return, and not only at the end
+        stage.send([Transfer(len(arrays[-1]), "i32", base, copied(arrays[-1]))])
+    assert bytes_at(late, base, at - base) == arrays[-1].tobytes() + expected[arrays[-1].nbytes :]
 
 
-def test_slots_are_filled_side_by_side_and_sent_in_order(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads meet in a barrier: each part is filled while another is. The first of them takes longer."""
+def test_slots_are_filled_side_by_side(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads meet in a barrier: each part is filled while another is."""
     monkeypatch.setattr(staging, "SLOT_BYTES", 256)
-    monkeypatch.setattr(staging, "FILLERS", 2)
+    monkeypatch.setattr(staging, "THREADS", 2)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     together = threading.Barrier(2, timeout=10)
-    filled: list[int] = []
 
     def fill(start: int, room: Array) -> None:
         together.wait()
-        if start % 128 == 0:
-            time.sleep(0.01)
-        filled.append(start)
         room[...] = np.arange(start, start + len(room))
 
     base = late.alloc(64 * 4 * 16)
     with Staging(late, 1 << 20) as stage:
-        stage.send(64 * 16, "i32", base, fill)
+        stage.send([Transfer(64 * 16, "i32", base, fill)])
     assert bytes_at(late, base, 64 * 4 * 16) == np.arange(64 * 16, dtype=np.int32).tobytes()
-    assert filled != sorted(filled)
 
 
-def test_the_host_waits_only_when_every_slot_is_in_use(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "SLOT_BYTES", 1024)
-    monkeypatch.setattr(staging, "FILLERS", 1)
-    slots = 1 + staging.SPARE_SLOTS
-    base = late.alloc(1024 * (slots + 1))
-    with Staging(late, 1 << 20) as stage:
-        stage.send(256 * slots, "i32", base, copied(np.arange(256 * slots, dtype=np.int32)))
-        assert late.waits == 0
-        stage.send(256, "i32", base.offset(1024 * slots), copied(np.arange(256, dtype=np.int32)))
-        assert late.waits == 1
-    expected = np.concatenate([np.arange(256 * slots, dtype=np.int32), np.arange(256, dtype=np.int32)])
-    assert bytes_at(late, base, 1024 * (slots + 1)) == expected.tobytes()
-
-
-@pytest.mark.parametrize(("nbytes", "slots"), [(1000, 2), (1 << 20, 2), (8 << 20, 2), (9 << 20, 3), (1 << 40, 9)])
+@pytest.mark.parametrize(("nbytes", "threads"), [(0, 1), (1000, 1), (4 << 20, 1), (5 << 20, 2), (1 << 40, 8)])
 def test_a_short_upload_takes_little_memory(
-    late: LateBackend, monkeypatch: pytest.MonkeyPatch, nbytes: int, slots: int
+    late: LateBackend, monkeypatch: pytest.MonkeyPatch, nbytes: int, threads: int
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     with Staging(late, nbytes):
-        assert late.pinned == [min(nbytes, staging.SLOT_BYTES)] * slots
+        assert late.pinned == [max(min(nbytes, staging.SLOT_BYTES), 256) * threads]
+        assert late.streams == threads
 
 
-@pytest.mark.parametrize("call", ["alloc_host_pinned", "create_event", "copy_h2d_async", "record_event"])
+def test_what_lies_together_is_copied_at_once() -> None:
+    """Four in a row, a gap on the device, one that does not end where the next may begin, and a second slot."""
+    at = DevicePtr(1 << 20)
+
+    def transfer(count: int, start: int) -> Transfer:
+        return Transfer(count, "f32", at.offset(start), copied(np.zeros(count)))
+
+    rows = [transfer(64, 256 * row) for row in range(4)]
+    others = [transfer(64, 2048), transfer(3, 2304), transfer(64, 2316), transfer(1000, 4096)]
+    [first, second] = pack([*rows, *others], 4096)
+    assert list(runs(first)) == [
+        (at, 0, 1024),
+        (at.offset(2048), 1024, 1292),
+        (at.offset(2316), 1536, 1792),
+        (at.offset(4096), 1792, 4096),
+    ]
+    assert list(runs(second)) == [(at.offset(4096 + 2304), 0, 1696)]
+    assert list(runs([])) == []
+
+
+@pytest.mark.parametrize("call", ["alloc_host_pinned", "create_stream", "copy_h2d_async", "synchronize"])
 def test_a_failure_leaves_nothing_behind(late: LateBackend, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """A copy that was under way is waited for, and so are the threads."""
+    """Copies that were under way are waited for, and so are the threads."""
     monkeypatch.setattr(staging, "SLOT_BYTES", 256)
     base = late.alloc(1 << 16)
     threads = threading.active_count()
 
     def send() -> None:
         with Staging(late, 1 << 16) as stage:
-            stage.send(64, "i32", base, copied(np.zeros(64, np.int32)))
             late.failing = late.failing or call
-            stage.send(8192, "i32", base, copied(np.zeros(8192, np.int32)))
+            stage.send([Transfer(8192, "i32", base, copied(np.zeros(8192, np.int32)))])
 
-    late.failing = call if call in ("alloc_host_pinned", "create_event") else ""
+    late.failing = call if call in ("alloc_host_pinned", "create_stream") else ""
     with pytest.raises(DeviceError, match=f"{call}: failed as asked"):
         send()
     assert (late.pinned, late.streams, threading.active_count()) == ([], 0, threads)
@@ -202,36 +212,72 @@ def test_a_failure_leaves_nothing_behind(late: LateBackend, monkeypatch: pytest.
 
 @pytest.mark.parametrize("count", [4, 100_000])
 def test_what_fills_a_slot_may_fail(late: LateBackend, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """It is the first failure, by place, that is raised, while later parts are sent or as the context is left."""
+    """It is the first failure, by place, that is raised; what comes before it is sent, and what comes later is not."""
     monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+    asked: list[int] = []
 
     def refuse(start: int, room: Array) -> None:
+        asked.append(start)
         raise ValueError(f"no number {start}")
 
-    def send() -> None:
-        with Staging(late, 1 << 20) as stage:
-            stage.send(64, "i32", base, copied(np.ones(64, np.int32)))
-            stage.send(count, "i32", base.offset(256), refuse)
-
     base = late.alloc(256 + 4 * count)
-    with pytest.raises(ValueError, match="no number 0"):
-        send()
+    with Staging(late, 1 << 20) as stage, pytest.raises(ValueError, match="no number 0"):
+        stage.send(
+            [
+                Transfer(64, "i32", base, copied(np.ones(64, np.int32))),
+                Transfer(count, "i32", base.offset(256), refuse),
+            ]
+        )
     assert late.pinned == []
     assert bytes_at(late, base, 256) == np.ones(64, np.int32).tobytes()
+    assert 1 <= len(asked) <= staging.THREADS
 
 
-def test_after_an_exception_nothing_more_is_filled(late: LateBackend) -> None:
+def test_of_two_failures_the_first_by_place_is_raised(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the other comes first."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+    monkeypatch.setattr(staging, "THREADS", 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    together, later = threading.Barrier(2, timeout=10), threading.Event()
+
+    def refuse(start: int, room: Array) -> None:
+        together.wait()
+        if start:
+            later.set()
+        else:
+            assert later.wait(10)
+            time.sleep(0.01)
+        raise ValueError(f"no number {start}")
+
+    base = late.alloc(512)
+    with Staging(late, 512) as stage, pytest.raises(ValueError, match="no number 0"):
+        stage.send([Transfer(128, "i32", base, refuse)])
+
+
+def test_an_interrupt_waits_for_the_threads(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while the caller waits for the threads, as Ctrl-C does."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+    interrupted = threading.Event()
     filled: list[int] = []
 
-    def send() -> None:
-        with Staging(late, 1000) as stage:
-            stage.send(4, "i32", base, lambda start, room: filled.append(start))
-            raise KeyError("of the caller")
+    def fill(start: int, room: Array) -> None:
+        assert interrupted.wait(10)
+        filled.append(start)
 
-    base = late.alloc(1024)
-    with pytest.raises(KeyError, match="of the caller"):
-        send()
-    assert (filled, late.pinned) == ([], [])
+    class Interrupted(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            if not interrupted.is_set():
+                interrupted.set()
+                raise KeyboardInterrupt
+            super().join(timeout)
+
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    base = late.alloc(1 << 20)
+    threads = threading.active_count()
+    with Staging(late, 1 << 20) as stage, pytest.raises(KeyboardInterrupt):
+        stage.send([Transfer(1 << 18, "i32", base, fill)])
+    assert threading.active_count() == threads
+    assert len(filled) < 4096
 
 
 def push(ring: Ring, value: int, at: DevicePtr) -> None:
