@@ -62,7 +62,14 @@ def run(args: argparse.Namespace) -> int:
     write_lines([to_json(report, indent=2)] if args.json else to_text(report, languages=args.languages))
     if report["ok"]:
         return DONE
-    first, *more = report["problems"]
-    listed = f"{len(more) + 1} problems, which the output lists" if more else f"{first['part']}: {first['problem']}"
-    say(f"error: {model.path}: {listed}")
+    say(f"error: {_summary(report)}")
     return UNUSABLE
+
+
+def _summary(report: dict[str, Any]) -> str:
+    """Return the problem, or how many there are. One of the device alone is no fault of the folder."""
+    first, *more = report["problems"]
+    if more:
+        return f"{report['model']}: {len(more) + 1} problems, which the output lists"
+    problem = str(first["problem"])
+    return problem if first["part"] == "device" else f"{report['model']}: {first['part']}: {problem}"
