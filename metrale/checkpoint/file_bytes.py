@@ -43,15 +43,13 @@ class FileBytes:
         done = 0
         while done < out.size:
             try:
-                count = os.preadv(self._file.fileno(), [out[done:].data], offset + done)
+                count = os.preadv(self._file.fileno(), (out[done:].data,), offset + done)
             except (OSError, ValueError) as error:  # ValueError: closed
-                raise CheckpointError(
-                    self.path, f"cannot be read: {getattr(error, 'strerror', None) or error}"
-                ) from None
+                reason = getattr(error, "strerror", None) or error
+                raise CheckpointError(self.path, f"cannot be read: {reason}") from None
             if not count:
-                raise CheckpointError(
-                    self.path, f"ends at byte {offset + done}, where {out.size - done} more should be"
-                )
+                missing = out.size - done
+                raise CheckpointError(self.path, f"ends at byte {offset + done}, where {missing} more should be")
             done += count
 
     def close(self) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol
@@ -24,6 +24,10 @@ INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 64 << 20
 
 
+Reader = Callable[[int, NDArray[Any]], None]
+"""Reads elements from a place on: see `Checkpoint.reader`."""
+
+
 class TensorFile(Protocol):
     """What a checkpoint asks of one of its files, whatever the format."""
 
@@ -31,11 +35,8 @@ class TensorFile(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor of the file by name."""
 
-    def read_flat(self, name: str, start: int, out: NDArray[Any]) -> None:
-        """Fill ``out``, one contiguous axis of the stored dtype, with elements from ``start`` on; all is right.
-
-        Any thread may call it, also several at a time.
-        """
+    def reader(self, name: str) -> Reader:
+        """What `Checkpoint.reader` returns, without its checks."""
 
     def close(self) -> None:
         """Give the file back. Further calls do nothing."""
@@ -97,39 +98,37 @@ class Checkpoint:
         if not info.shape and start == stop:
             raise InvalidInput("start, stop", f"0, 1 for the scalar {name!r}", f"{start}, {stop}")
         rows: NDArray[Any] = np.empty((stop - start, *info.shape[1:]) if info.shape else (), FLOAT_DTYPES[info.dtype])
-        self._file_of[name].read_flat(name, start * info.row_elements, rows.reshape(-1))
+        self._file_of[name].reader(name)(start * info.row_elements, rows.reshape(-1))
         rows.setflags(write=False)
         return rows
 
-    def read_flat(self, name: str, start: int, out: NDArray[Any]) -> None:
-        """Fill an array with elements ``[start, start + len(out))`` of a tensor in C order.
+    def reader(self, name: str) -> Reader:
+        """Return what reads elements of a tensor, in C order, into an array that is there already.
 
-        Any thread may call it, also several at a time; the GIL is released while the file is read.
-
-        Parameters
-        ----------
-        name : str
-        start : int
-            The first element.
-        out : ndarray
-            One contiguous axis of the stored dtype. What it holds after an error is unspecified.
+        ``read(start, out)`` fills ``out``, one contiguous axis of the stored dtype, with elements ``start`` to
+        ``start + len(out)``. Any thread may call it, also several at a time; the GIL is released while the file is
+        read. It raises InvalidInput when the elements are not all in the tensor or ``out`` is another array, and
+        CheckpointError when the file is not what it was any more, or the checkpoint is closed; what ``out`` holds then
+        is unspecified.
 
         Raises
         ------
         InvalidInput
-            When there is no such tensor, the elements are not all in it, or ``out`` does not fit.
+            When there is no such tensor.
         CheckpointError
-            When the dtype cannot be read, the file is not what it was any more, or the checkpoint is closed.
+            When the dtype cannot be read, or the checkpoint is closed.
         """
         info = self._readable(name)
-        count = info.rows * info.row_elements
-        if not 0 <= start <= start + len(out) <= count:
-            raise InvalidInput(
-                "start", f"a range inside the {count} elements of {name!r}", f"{start} and {len(out)} on"
-            )
-        if out.dtype != FLOAT_DTYPES[info.dtype] or out.ndim != 1 or not out.flags.c_contiguous:
-            raise InvalidInput("out", f"one contiguous axis of {info.dtype}", f"{out.dtype} {out.shape}")
-        self._file_of[name].read_flat(name, start, out)
+        count, dtype, read = info.rows * info.row_elements, FLOAT_DTYPES[info.dtype], self._file_of[name].reader(name)
+
+        def read_checked(start: int, out: NDArray[Any]) -> None:
+            if not 0 <= start <= start + len(out) <= count:
+                raise InvalidInput("start", f"a range inside the {count} elements of {name!r}", f"{start}, {len(out)}")
+            if out.dtype != dtype or out.ndim != 1 or not out.flags.c_contiguous:
+                raise InvalidInput("out", f"one contiguous axis of {dtype}", f"{out.dtype} {out.shape}")
+            read(start, out)
+
+        return read_checked
 
     def iter_chunks(self, name: str, max_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield a tensor as ``(first_row, rows)``, in order, each chunk of at most ``max_bytes`` or of one row.

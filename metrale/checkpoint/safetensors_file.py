@@ -8,7 +8,7 @@ memory that is there already. bfloat16 reaches NumPy through ``ml_dtypes``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from metrale.checkpoint.file_bytes import FileBytes
 from metrale.checkpoint.paths import require_file
-from metrale.checkpoint.tensor import TensorInfo
+from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
 from metrale.errors import CheckpointError
 
 _LFS_POINTER = b"version https://git-lfs"
@@ -65,9 +65,10 @@ class SafetensorsFile:
         """Every tensor of the file by name."""
         return MappingProxyType(self._tensors)
 
-    def read_flat(self, name: str, start: int, out: NDArray[Any]) -> None:
-        """Fill ``out`` with elements from ``start`` on, in C order. The caller has checked the arguments."""
-        self._bytes.read(self._offsets[name] + start * out.itemsize, out.view(np.uint8))
+    def reader(self, name: str) -> Callable[[int, NDArray[Any]], None]:
+        """Return what fills an array with elements from a place on, in C order; the arguments must be right."""
+        base, itemsize, read = self._offsets[name], FLOAT_DTYPES[self._tensors[name].dtype].itemsize, self._bytes.read
+        return lambda start, out: read(base + start * itemsize, out.view(np.uint8))
 
     def close(self) -> None:
         """Close the file. Further calls do nothing."""

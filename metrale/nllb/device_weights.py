@@ -230,16 +230,13 @@ def _transfers(shape: ModelShape, checkpoint: Checkpoint, found: WeightMap, aren
 
 
 def _of_tensor(shape: ModelShape, checkpoint: Checkpoint, name: str, at: DevicePtr) -> Transfer:
-    info, path = checkpoint.tensors[name], str(checkpoint.path)
-
-    def read(start: int, room: NDArray[Any]) -> None:
-        checkpoint.read_flat(name, start, room)
+    info, path, read = checkpoint.tensors[name], str(checkpoint.path), checkpoint.reader(name)
 
     def read_and_convert(start: int, room: NDArray[Any]) -> None:
         stored: NDArray[Any] = np.empty(min(_BLOCK, len(room)), FLOAT_DTYPES[info.dtype])
         for first in range(0, len(room), _BLOCK):
             part = stored[: len(room) - first]
-            checkpoint.read_flat(name, start + first, part)
+            read(start + first, part)
             convert(part, shape.dtype, out=room[first : first + _BLOCK], name=name, path=path)
 
     fill = read if info.dtype == shape.dtype else read_and_convert

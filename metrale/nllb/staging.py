@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,22 +44,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements of a transfer, from ``start`` on, that go through a slot from its byte ``offset`` on."""
+    """Elements of a transfer, from ``start`` on, that go to ``at`` by way of a slot's bytes ``offset`` to ``end``."""
 
     transfer: Transfer
     start: int
-    count: int
+    at: DevicePtr
     offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of it."""
-        return self.count * dtypes.itemsize(self.transfer.dtype)
-
-    @property
-    def at(self) -> DevicePtr:
-        """Where it goes."""
-        return self.transfer.at.offset(self.start * dtypes.itemsize(self.transfer.dtype))
+    end: int
 
 
 class Staging:
@@ -144,28 +134,38 @@ class Staging:
         """Send what shares a slot. Nothing reads the slot any more on return; after an exception, nothing fills it."""
         self._gpu.bind_to_thread()  # the calls are cheaper then
         for part in parts:
-            room = slot[part.offset : part.offset + part.nbytes].view(dtypes.NUMPY[part.transfer.dtype])
+            room = slot[part.offset : part.end].view(dtypes.NUMPY[part.transfer.dtype])
             part.transfer.fill(part.start, room)
         for at, start, stop in runs(parts):
             self._gpu.copy_h2d_on_stream(slot[start:stop], at, stream)
 
 
 class _Jobs:
-    """What is to be done, taken by several threads; after a failure no more of it is."""
+    """What is to be done, taken by several threads in order; after a failure no more of it is."""
 
-    def __init__(self, jobs: Iterable[list[Part]]) -> None:
-        self._waiting = deque(enumerate(jobs))
+    def __init__(self, jobs: Iterator[list[Part]]) -> None:
+        self._jobs = jobs
+        self._taken = 0
+        self._lock = threading.Lock()
+        self._stopped = False
         self._failures: list[tuple[int, BaseException]] = []
 
     def __iter__(self) -> Iterator[tuple[int, list[Part]]]:
         while True:
-            try:
-                yield self._waiting.popleft()
-            except IndexError:
+            with self._lock:  # a generator is not for several threads at once
+                number = self._taken
+                try:
+                    job = None if self._stopped else next(self._jobs, None)
+                except BaseException as error:
+                    self.failed(number, error)
+                    job = None
+                self._taken += 1
+            if job is None:
                 return
+            yield number, job
 
     def stop(self) -> None:
-        self._waiting.clear()
+        self._stopped = True
 
     def failed(self, number: int, error: BaseException) -> None:
         self._failures.append((number, error))
@@ -187,10 +187,11 @@ def pack(transfers: Iterable[Transfer], slot_bytes: int) -> Iterator[list[Part]]
             if slot_bytes - used < itemsize:
                 yield parts
                 parts, used = [], 0
-            part = Part(transfer, done, min(transfer.count - done, (slot_bytes - used) // itemsize), used)
-            parts.append(part)
-            used += -(-part.nbytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
-            done += part.count
+            count = min(transfer.count - done, (slot_bytes - used) // itemsize)
+            end = used + count * itemsize
+            parts.append(Part(transfer, done, transfer.at.offset(done * itemsize), used, end))
+            used = -(-end // REGION_ALIGNMENT) * REGION_ALIGNMENT
+            done += count
     if parts:
         yield parts
 
@@ -199,12 +200,12 @@ def runs(parts: Iterable[Part]) -> Iterator[tuple[DevicePtr, int, int]]:
     """Yield copies, as address, first byte and end: one for parts that lie together, in the slot and on the device."""
     at, start, stop = DevicePtr.NULL, 0, 0
     for part in parts:
-        if stop and (part.offset != stop or part.at != at.offset(stop - start)):
+        if stop and (part.offset != stop or part.at - at != stop - start):
             yield at, start, stop
             stop = 0
         if not stop:
             at, start = part.at, part.offset
-        stop = part.offset + part.nbytes
+        stop = part.end
     if stop:
         yield at, start, stop
 

@@ -233,6 +233,20 @@ def test_what_fills_a_slot_may_fail(late: LateBackend, monkeypatch: pytest.Monke
     assert 1 <= len(asked) <= staging.THREADS
 
 
+def test_what_says_what_to_send_may_fail(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+    base = late.alloc(512)
+
+    def transfers() -> Iterator[Transfer]:
+        yield Transfer(64, "i32", base, copied(np.ones(64, np.int32)))
+        yield Transfer(1, "i32", base.offset(256), copied(np.ones(1, np.int32)))
+        raise LookupError("no such tensor")
+
+    with Staging(late, 512) as stage, pytest.raises(LookupError, match="no such tensor"):
+        stage.send(transfers())
+    assert bytes_at(late, base, 256) == np.ones(64, np.int32).tobytes()
+
+
 def test_of_two_failures_the_first_by_place_is_raised(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the other comes first."""
     monkeypatch.setattr(staging, "SLOT_BYTES", 256)
