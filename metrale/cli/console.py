@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from metrale.cli.failure import say
 
+BYTES: Final = "B"
+
 _UNKNOWN_SIZE: Final = {"ncols": 79, "nrows": 24}
 """tqdm's options for a terminal that does not say how large it is: a serial line, or a program that reads one."""
 _SECONDS_BEFORE_IT_SHOWS: Final = 1.0
@@ -52,14 +54,13 @@ class Console:
         done : int
             Lines that were done before; they do not count for the rate.
         unit : str
-            What is counted, if not lines. ``"B"`` is shown in KiB, MiB and so on.
+            What is counted, if not lines. Bytes, ``"B"``, are shown in thousands, millions and so on.
         """
         self._bar = tqdm(
             total=total,
             initial=done,
             unit=unit,
-            unit_scale=unit == "B",
-            unit_divisor=1024 if unit == "B" else 1000,
+            unit_scale=unit == BYTES,
             file=sys.stderr,
             **_size(),
             miniters=1,  # look at the clock at every line: their times differ too much to skip any
@@ -67,7 +68,7 @@ class Console:
         )
 
     def advance(self, count: int = 1) -> None:
-        """Count one line, or more of whatever is counted."""
+        """Count one line, or as many."""
         if self._bar is not None:
             self._bar.update(count)
 

@@ -9,7 +9,7 @@ from contextlib import closing
 from typing import Any, Final
 
 from metrale.checkpoint import Checkpoint
-from metrale.cli.console import Console
+from metrale.cli.console import BYTES, Console
 from metrale.cli.failure import DONE, UNUSABLE, USAGE, Failure, say
 from metrale.cli.inspect_text import to_text
 from metrale.cli.inspection import inspect_folder
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     def watch(checkpoint: Checkpoint) -> Callable[[int], None]:
         if console.can_draw:
-            console.draw(sum(tensor_bytes(checkpoint, name) for name in checkpoint.tensors), 0, "B")
+            console.draw(sum(tensor_bytes(checkpoint, name) for name in checkpoint.tensors), 0, BYTES)
         return console.advance
 
     with closing(console):

@@ -191,8 +191,8 @@ DAMAGES: dict[str, tuple[list[Damage], list[tuple[str, str]]]] = {
         [("tokenizer", "the tokenizer has 8231 entries, the model's embedding only 8000 rows")],
     ),
     "another tokenizer": (
-        [write("added_tokens.json", '{"<new>": 8231}'), edit("tokenizer_config.json", legacy_behaviour=True)],
-        [("tokenizer", "legacy_behaviour"), ("tokenizer", "'<new>' has id 8231")],
+        [write("added_tokens.json", '{"eng_Latn": 5}')],
+        [("tokenizer", "has id 5, expected id ")],
     ),
     "everything": (
         [
