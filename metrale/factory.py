@@ -252,7 +252,7 @@ def element_type(dtype: str, gpu: GpuBackend) -> str:
     return "bf16" if gpu.limits().compute_capability >= (8, 0) else "f16"
 
 
-def _tokenizer(path: Path, vocab: int) -> NllbTokenizer | None:
+def _tokenizer(path: PathLike, vocab: int) -> NllbTokenizer | None:
     """Return the folder's tokenizer, or None when the folder has none at all."""
     if os.path.lexists(os.path.join(path, MODEL_FILE)):
         return NllbTokenizer.from_dir(path, vocab_size=vocab)
