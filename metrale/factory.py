@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend
@@ -18,6 +19,7 @@ from gpu_runtime.opening import open_backend
 from metrale.checkpoint import open_checkpoint
 from metrale.checkpoint.peft import CONFIG_FILE as _ADAPTER_FILE
 from metrale.errors import CheckpointError, InvalidInput
+from metrale.hub import resolve
 from metrale.nllb.admission import Languages
 from metrale.nllb.checks import token_id
 from metrale.nllb.config import NllbConfig
@@ -60,7 +62,8 @@ def load(
     Parameters
     ----------
     path : path
-        The checkpoint's folder. Without tokenizer files the model serves ids only.
+        The checkpoint's folder, or its id on the Hugging Face Hub, ``"org/name"`` or ``"org/name@revision"``: see
+        `metrale.hub.resolve`. Without tokenizer files the model serves ids only.
     device : str or GpuBackend
         ``"auto"`` (what ``METRALE_DEVICE`` says; else the first GPU that can be used, else the host), ``"host"``,
         ``"cuda"``, ``"cuda:N"``, or an open backend, which stays the caller's. The choice is logged.
@@ -83,7 +86,7 @@ def load(
     Raises
     ------
     CheckpointError
-        When the folder cannot be served; every reason is listed.
+        When the folder cannot be served; every reason is listed. When an id cannot be had.
     InvalidInput, UnknownLanguage
         When an argument is wrong.
     gpu_runtime.OutOfMemory
@@ -98,6 +101,7 @@ def load(
     limits = ServingLimits(max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes, room, max_lora_rank)
     if len(folders) > limits.max_adapters:
         raise InvalidInput("max_adapters", f"at least {len(folders)}, as many as adapters has", room)
+    path = resolve(path)
     config = _config(path)
     with open_checkpoint(path) as checkpoint:
         weights = match_weights(config, checkpoint)
@@ -110,7 +114,7 @@ def load(
         with ExitStack() as undo:
             owns_gpu = not isinstance(device, GpuBackend)
             gpu = device if isinstance(device, GpuBackend) else undo.enter_context(open_device(device))
-            shape = _shape(gpu, config, weights, dtype, limits)
+            shape = model_shape(gpu, config, weights, dtype, limits)
             log.info("device %s: %s", device if owns_gpu else "given", gpu.name())
             log.info("dtype %s: %s", dtype, dtypes.long_name(shape.dtype))
             log.info("memory: %s", plan_memory(shape))
@@ -163,17 +167,20 @@ def memory_plan(
     serving = ServingLimits(
         max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes, max_adapters, max_lora_rank
     )
+    path = resolve(path)
     config = _config(path)
     with open_checkpoint(path) as checkpoint:
         weights = match_weights(config, checkpoint)
     _check_dtype(dtype)
     if isinstance(device, GpuBackend):
-        return plan_memory(_shape(device, config, weights, dtype, serving))
+        return plan_memory(model_shape(device, config, weights, dtype, serving))
     with open_device(device) as gpu:
-        return plan_memory(_shape(gpu, config, weights, dtype, serving))
+        return plan_memory(model_shape(gpu, config, weights, dtype, serving))
 
 
-def _shape(gpu: GpuBackend, config: NllbConfig, weights: WeightMap, dtype: str, limits: ServingLimits) -> ModelShape:
+def model_shape(
+    gpu: GpuBackend, config: NllbConfig, weights: WeightMap, dtype: str, limits: ServingLimits
+) -> ModelShape:
     """Return what a model's sizes follow from on this device."""
     device = gpu.limits()
     return ModelShape(
@@ -187,16 +194,25 @@ def _shape(gpu: GpuBackend, config: NllbConfig, weights: WeightMap, dtype: str, 
     )
 
 
-def _config(path: PathLike) -> NllbConfig:
-    """Return the checkpoint's configuration, after refusing what only looks like a checkpoint of a whole model."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise InvalidInput("path", "the path of a checkpoint folder", repr(path))
+def refuse_adapter(path: Path) -> None:
+    """Refuse a folder that only looks like a checkpoint of a whole model.
+
+    Raises
+    ------
+    CheckpointError
+        When it holds a LoRA adapter.
+    """
     if os.path.lexists(os.path.join(path, _ADAPTER_FILE)):
         raise CheckpointError(
             path,
             f"holds a LoRA adapter ({_ADAPTER_FILE}), not a model: load the model that it was trained on, and the "
             "adapter with it, as adapters={'name': folder}",
         )
+
+
+def _config(path: Path) -> NllbConfig:
+    """Return the checkpoint's configuration, with a warning of what it asks for and does not get by itself."""
+    refuse_adapter(path)
     config = NllbConfig.from_dir(path)
     asked = config.generation.not_greedy()
     if asked:

@@ -11,6 +11,9 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # A test that names no device runs on the host, also where there is a GPU.
 os.environ.setdefault("METRALE_DEVICE", "host")
+# No test asks the network, or finds what a user's cache has: those of tests/hub have a server and a cache of their own.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_CACHE"] = os.path.join(os.path.dirname(os.path.abspath(__file__)), "no cache of huggingface_hub")
 
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path

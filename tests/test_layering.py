@@ -24,7 +24,8 @@ BELOW: dict[str, set[str]] = {
     "metrale.model": {"metrale.checks"},
     "metrale.nllb": {"metrale.model", "metrale.checkpoint", "metrale.ops"},
     "metrale.engine": {"metrale.model", "metrale.ops"},
-    "metrale.factory": {"metrale.nllb"},
+    "metrale.hub": {"metrale.nllb"},
+    "metrale.factory": {"metrale.hub"},
     "metrale.translator": {"metrale.factory", "metrale.engine"},
     "metrale.demo": {"metrale.errors"},
     "metrale": {"metrale.translator", "metrale.demo"},
@@ -46,6 +47,7 @@ HOMES = {
     "sentencepiece": {"metrale.nllb"},
     "tokenizers": {"metrale.nllb"},
     "safetensors": {"metrale.checkpoint"},
+    "huggingface_hub": {"metrale.hub"},
     "tqdm": {"metrale.cli"},
 }
 """Third-party packages, or modules of them, that only some layers may import."""

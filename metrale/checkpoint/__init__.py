@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from metrale.checkpoint.convert import convert
 from metrale.checkpoint.folder import Checkpoint, open_checkpoint
+from metrale.checkpoint.forms import WEIGHT_FORMS, shard_names, weight_files
 from metrale.checkpoint.json_fields import FieldReader
 from metrale.checkpoint.json_file import read_json_object
 from metrale.checkpoint.paths import read_file, require_folder
@@ -14,6 +15,7 @@ from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
 
 __all__ = [
     "FLOAT_DTYPES",
+    "WEIGHT_FORMS",
     "Checkpoint",
     "FieldReader",
     "LoraModule",
@@ -28,4 +30,6 @@ __all__ = [
     "read_json_object",
     "require_folder",
     "save_shards",
+    "shard_names",
+    "weight_files",
 ]

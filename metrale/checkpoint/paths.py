@@ -24,7 +24,7 @@ def require_folder(path: str | os.PathLike[str]) -> Path:
         with os.scandir(folder) as entries:
             empty = next(entries, None) is None
     except FileNotFoundError:
-        raise CheckpointError(folder, "there is no such folder (nothing is downloaded)") from None
+        raise CheckpointError(folder, "there is no such folder") from None
     except NotADirectoryError:
         raise CheckpointError(folder, "is a file, expected the folder that holds the checkpoint") from None
     except (OSError, ValueError) as error:

@@ -17,6 +17,7 @@ from metrale.cli.failure import DONE, SIGNALLED, say
 from metrale.cli.model_folder import copy_others, files_beside, new_folder, require_new, require_space
 from metrale.cli.output import to_json, write_lines
 from metrale.cli.signals import Signals
+from metrale.hub import resolve
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.weights import match_weights
 
@@ -40,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
         description="Write the checkpoint in folder SRC, of pytorch_model.bin or safetensors, to a new folder DST as "
         "safetensors, with its configuration and tokenizer. DST appears when it is whole.",
     )
-    parser.add_argument("source", metavar="SRC", help="checkpoint folder")
+    parser.add_argument("source", metavar="SRC", help="checkpoint folder, or an id of the Hugging Face Hub")
     parser.add_argument("output", metavar="DST", help="new folder; one that is there must be empty")
     parser.add_argument(
         "--dtype",
@@ -72,7 +73,8 @@ def _size(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     console = Console(quiet=args.quiet)
-    source, output = require_folder(args.source), require_new(args.output)
+    output = require_new(args.output)
+    source = require_folder(resolve(args.source, progress=console.can_draw and not args.no_progress))
     dtype = None if args.dtype == KEEP else dtypes.short_name(args.dtype)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(source))

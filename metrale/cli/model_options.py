@@ -15,6 +15,7 @@ from metrale.cli.failure import USAGE, Failure
 from metrale.demo import demo_model_path, is_demo_model
 from metrale.errors import InvalidInput
 from metrale.factory import device_name
+from metrale.hub import resolve
 from metrale.nllb.limits import ServingLimits
 
 _LIMITS: Final = ("max_batch", "max_source_len", "max_new_tokens")
@@ -32,7 +33,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--model``, ``--device``, ``--dtype`` and the limits."""
     default = ServingLimits()
     parser.add_argument(
-        "--model", metavar="DIR", help="checkpoint folder (default: METRALE_MODEL, else the small demo model)"
+        "--model",
+        metavar="DIR",
+        help="checkpoint folder, or an id of the Hugging Face Hub, ORG/NAME or ORG/NAME@REVISION, which is taken from "
+        "its cache or downloaded (default: METRALE_MODEL, else the small demo model)",
     )
     parser.add_argument(
         "--device",
@@ -82,12 +86,15 @@ def add_order_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_model(args: argparse.Namespace, note: Callable[[str], None]) -> ModelChoice:
-    """Return the folder that the options or the environment name, else the demo model's, of which ``note`` is told."""
+    """Return the folder that the options or the environment name, else the demo model's, of which ``note`` is told.
+
+    An id of the Hugging Face Hub is downloaded now, unless its cache has it.
+    """
     given = args.model if args.model is not None else Config.from_env().model
     if given == "":
-        raise Failure(USAGE, "--model: expected a checkpoint folder, got ''")
+        raise Failure(USAGE, "--model: expected a checkpoint folder or an id of the Hugging Face Hub, got ''")
     if given is not None:
-        folder = require_folder(given)
+        folder = require_folder(resolve(given, progress=not getattr(args, "quiet", False)))
         return ModelChoice(folder, is_demo=is_demo_model(folder))
     note("neither --model nor METRALE_MODEL is given: taking the demo model (nine languages, interface texts)")
     return ModelChoice(require_folder(demo_model_path()), is_demo=True)

@@ -43,7 +43,8 @@ class Translator:
     Parameters
     ----------
     model : path or NllbModel
-        A checkpoint folder, or a model loaded from one that has a tokenizer. A model that is given stays the caller's:
+        A checkpoint folder or an id of the Hugging Face Hub, as for `metrale.load`, or a model loaded from one that has
+        a tokenizer. A model that is given stays the caller's:
         `close` leaves it alone.
     **options
         The keyword arguments of `metrale.load`, when ``model`` is a path. ``source=`` and ``target=`` become the

@@ -33,7 +33,8 @@ def test_the_demo_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["parameters"] == 10_797_312  # as the model's README has it
     assert report["stored_dtypes"] == ["bfloat16"]
     assert report["vocabulary"] == {"rows": 8240, "tokenizer_entries": 8231}
-    assert report["languages"] == 202
+    assert len(report["languages"]) == 202
+    assert report["languages"][:2] == ["ace_Arab", "ace_Latn"]
     assert (report["config"]["d_model"], report["config"]["decoder_layers"]) == (256, 3)
     assert report["device"]["kind"] == "host"
     assert report["limits"] == limits
@@ -45,6 +46,7 @@ def test_the_demo_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "workspace": plan.workspace,
         "adapters": 0,
         "total": plan.total,
+        "fits": True,
     }
 
 
@@ -116,7 +118,6 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["inspect", "--model", "no/such"], 3, "no/such"),
         (["inspect", "--max-batch", "-1"], 2, "--max-batch: expected an int of at least 1, got -1"),
-        (["inspect", "--device", "cuda:99"], 3, "cuda"),
         (["inspect", "--device", "cuda:x"], 2, "--device: expected auto, host, cuda or cuda:N, got 'cuda:x'"),
         (["--debug"], 2, "COMMAND (see metrale --help)"),
         (["bench"], 2, "'bench'"),

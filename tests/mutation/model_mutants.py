@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Mutants of the model's rules: positions, languages, slots and rows, the KV cache, weights, the choice of tokens.
 
-Those of what tells the models of the family apart are in `tests.mutation.family_mutants`, those of what serves many
-sequences at once in `tests.mutation.serving_mutants`, those of beam search in `tests.mutation.search_mutants`, those of
-the order of work in `tests.mutation.order_mutants`, those of what is told of a translation in
-`tests.mutation.translator_mutants`.
+Those of what comes before loading are in `tests.mutation.folder_mutants`, those of what tells the models of the family
+apart in `tests.mutation.family_mutants`, those of what serves many sequences at once in
+`tests.mutation.serving_mutants`, those of beam search in `tests.mutation.search_mutants`, those of the order of work in
+`tests.mutation.order_mutants`, those of what is told of a translation in `tests.mutation.translator_mutants`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from tests.mutation.adapter_mutants import ADAPTER_MUTANTS
 from tests.mutation.checkpoint_mutants import CHECKPOINT_MUTANTS
 from tests.mutation.engine_mutants import ENGINE_MUTANTS
 from tests.mutation.family_mutants import FAMILY_MUTANTS
+from tests.mutation.folder_mutants import FOLDER_MUTANTS
 from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
 from tests.mutation.search_mutants import SEARCH_MUTANTS
@@ -314,4 +315,5 @@ MODEL_MUTANTS: list[Mutant] = [
     *ENGINE_MUTANTS,
     *FAMILY_MUTANTS,
     *TRANSLATOR_MUTANTS,
+    *FOLDER_MUTANTS,
 ]
