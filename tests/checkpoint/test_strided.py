@@ -102,6 +102,19 @@ def test_what_is_contiguous_is_read_straight_into_the_result(name: str, at_once:
     assert [np.shares_memory(rows, out) for out in into] == [at_once]
 
 
+def test_rows_with_gaps_are_read_straight_into_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strided, "_GAP_BYTES", 0)
+    flat, into = Flat(100), []
+
+    def read(first: int, out: NDArray[Any]) -> None:
+        into.append(out)
+        flat.read(first, out)
+
+    rows = read_rows(Strided(5, (3, 20), (30, 1)), 0, 3, F32, read)
+    assert flat.runs == [(5, 20), (35, 20), (65, 20)]
+    assert all(np.shares_memory(rows, out) for out in into)
+
+
 def test_random_views(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(2)
     seen = 0

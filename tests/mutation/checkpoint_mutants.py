@@ -6,8 +6,9 @@ from __future__ import annotations
 from tests.mutation.mutant import Mutant
 from tests.mutation.rules import rules
 
-_HOSTILE = ("tests/checkpoint/test_torch_hostile.py",)
-_FILES = ("tests/checkpoint/test_torch_file.py", "tests/checkpoint/test_torch_recorded.py", *_HOSTILE)
+_SOUND = ("tests/checkpoint/test_torch_file.py", "tests/checkpoint/test_torch_recorded.py")
+_PICKLES = (*_SOUND, "tests/checkpoint/test_torch_hostile.py")
+_ARCHIVES = (*_SOUND, "tests/checkpoint/test_torch_archives.py", "tests/checkpoint/test_torch_hostile.py")
 _SAVING = ("tests/checkpoint/test_saving.py", "tests/cli/test_convert.py")
 _CONVERT = ("tests/cli/test_convert.py",)
 
@@ -15,7 +16,7 @@ CHECKPOINT_MUTANTS: list[Mutant] = [
     *rules(
         "pickle",
         "metrale.checkpoint.pickle_machine",
-        _FILES,
+        _PICKLES,
         ("if length > _LONGEST_INTEGER:", "if False:"),
         ('"little", signed=True', '"little", signed=False'),
         ("if len(self._stack) < count:", "if False:"),
@@ -51,7 +52,7 @@ CHECKPOINT_MUTANTS: list[Mutant] = [
     *rules(
         "torch pickle",
         "metrale.checkpoint.torch_pickle",
-        _FILES,
+        _PICKLES,
         ("        if found is None:\n", "        if False:\n"),
         ("not isinstance(function, _Global) or function.call is None", "not isinstance(function, _Global)"),
         ("elements >= 0 and len(key) <= _LONGEST_KEY", "len(key) <= _LONGEST_KEY"),
@@ -115,7 +116,7 @@ CHECKPOINT_MUTANTS: list[Mutant] = [
     *rules(
         "archive",
         "metrale.checkpoint.stored_zip",
-        _FILES,
+        _ARCHIVES,
         ("if info.flag_bits & _ENCRYPTED:", "if False:"),
         ("elif info.compress_type != zipfile.ZIP_STORED:", "elif False:"),
         ("elif info.file_size != info.compress_size:", "elif False:"),
@@ -133,7 +134,7 @@ CHECKPOINT_MUTANTS: list[Mutant] = [
     *rules(
         "archive",
         "metrale.checkpoint.torch_file",
-        _FILES,
+        _ARCHIVES,
         ("elif entry.size != stored.storage.nbytes:", "elif entry.size < stored.storage.nbytes:"),
         ("elif entry.size != stored.storage.nbytes:", "elif entry.size > stored.storage.nbytes:"),
         ("elif needed > max(self._zip.size, EXPANDED_BYTES):", "elif False:"),
