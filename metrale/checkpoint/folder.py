@@ -128,6 +128,24 @@ class Checkpoint:
 
         return read_checked
 
+    def are_one(self, first: str, second: str) -> bool:
+        """Return whether two tensors are the same bytes of a file, in the same shape: nothing need be read to know it.
+
+        PyTorch saves tied matrices so, once.
+
+        Raises
+        ------
+        InvalidInput
+            When there is no such tensor.
+        CheckpointError
+            When a dtype cannot be read, or the checkpoint is closed.
+        """
+        infos = [self._readable(name) for name in (first, second)]
+        if infos[0].shape != infos[1].shape or infos[0].dtype != infos[1].dtype:
+            return False
+        files = [self._file_of[name] for name in (first, second)]
+        return files[0] is files[1] and files[0].place(first) == files[0].place(second)
+
     def iter_chunks(self, name: str, max_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield a tensor as ``(first_row, rows)``, in order, each chunk of at most ``max_bytes`` or of one row.
 

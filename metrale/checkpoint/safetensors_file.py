@@ -72,6 +72,10 @@ class SafetensorsFile:
         base, itemsize, read = self._offsets[name], FLOAT_DTYPES[self._tensors[name].dtype].itemsize, self._bytes.read
         return lambda start, out: read(base + start * itemsize, out.view(np.uint8))
 
+    def place(self, name: str) -> int:
+        """Return the tensor's first byte, which no other tensor with elements has."""
+        return self._offsets[name]
+
     def close(self) -> None:
         """Close the file. Further calls do nothing."""
         self._bytes.close()

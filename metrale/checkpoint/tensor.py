@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -69,6 +69,9 @@ class TensorFile(Protocol):
 
     def reader(self, name: str) -> Reader:
         """What `metrale.checkpoint.Checkpoint.reader` returns, without its checks."""
+
+    def place(self, name: str) -> Hashable:
+        """Return what tells which bytes of the file a tensor is: equal for tensors that are the same ones."""
 
     def close(self) -> None:
         """Give the file back. Further calls do nothing."""

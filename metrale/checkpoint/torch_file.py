@@ -19,6 +19,7 @@ from metrale.checkpoint import strided
 from metrale.checkpoint.paths import is_lfs_pointer, require_file
 from metrale.checkpoint.pickle_machine import RefusedPickle
 from metrale.checkpoint.stored_zip import StoredZip
+from metrale.checkpoint.strided import Strided
 from metrale.checkpoint.tensor import Reader, TensorInfo
 from metrale.checkpoint.torch_pickle import ITEMSIZES, StoredTensor, read_state
 from metrale.errors import CheckpointError
@@ -80,6 +81,11 @@ class TorchFile:
             read_bytes(position + first * itemsize, out.view(np.uint8))
 
         return lambda start, out: strided.read(view, start, out, read_run)
+
+    def place(self, name: str) -> tuple[str, Strided, int]:
+        """Return element type, view and storage, which tensors share that PyTorch saved as one."""
+        stored, position = self._stored[name]
+        return stored.dtype, stored.view, position
 
     def close(self) -> None:
         """Close the file. Further calls do nothing."""

@@ -150,7 +150,7 @@ def _problems(config: NllbConfig, given: Mapping[str, TensorInfo]) -> Iterator[s
 
 def _same(checkpoint: Checkpoint, first: TensorInfo, other: TensorInfo) -> bool:
     """Return whether two matrices of one shape are equal to the bit."""
-    if first.name == other.name:
+    if first.name == other.name or checkpoint.are_one(first.name, other.name):
         return True
     if first.dtype != other.dtype:
         return False

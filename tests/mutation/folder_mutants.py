@@ -62,7 +62,7 @@ FOLDER_MUTANTS: list[Mutant] = [
             "            if True:\n                matched = match",
         ),
         ("if watch is not None:", "if False:"),
-        ("_open_tokenizer(found.folder, rows)", "_open_tokenizer(found.folder, None)"),
+        ("open_tokenizer(found.folder, vocab_size=rows)", "_open_tokenizer(found.folder, None)"),
         ("M2M if set(FLORES_200)", "NLLB if set(FLORES_200)"),
         ("        check_memory(gpu, plan)\n", "        pass\n"),
         ("    check_launches(gpu, shape, found.folder)\n", ""),

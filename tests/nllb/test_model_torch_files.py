@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 import metrale
+from metrale.checkpoint import Checkpoint, open_checkpoint
+from metrale.nllb.config import NllbConfig
 from metrale.nllb.embeddings import EMBEDDING, STORED_NAMES
+from metrale.nllb.weights import match_weights
 from tests.checkpoint.torch_files import Storage, Tensor, view, write_bin, write_bin_shards
 from tests.nllb.decoding import DEMO, GOLDEN, greedy_together
 
@@ -59,3 +62,31 @@ def test_the_golden_ids(tmp_path: Path, write: Callable[[Path, Arrays], None]) -
     cases = GOLDEN[:16]
     with metrale.load(tmp_path, "host", "float32", max_batch=16, max_source_len=64, max_new_tokens=64) as model:
         assert greedy_together(model, cases) == [case.ids for case in cases]
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_matrices_that_pytorch_saved_as_one_are_not_read_to_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: bool
+) -> None:
+    """Of the official files, that would be four times a gigabyte. Copies are compared, though."""
+    shutil.copy(DEMO / "config.json", tmp_path)
+    arrays = load_file(DEMO / "model.safetensors")
+    tied = {name: arrays[EMBEDDING].copy() for name in STORED_NAMES}
+    if one:
+        single(tmp_path, arrays)
+    else:
+        write_bin(tmp_path / "pytorch_model.bin", {**arrays, **tied})
+    compared: list[str] = []
+    read = Checkpoint.iter_chunks
+
+    def noted(self: Checkpoint, name: str, *rest: int) -> Iterator[tuple[int, NDArray[Any]]]:
+        compared.append(name)
+        return read(self, name, *rest)
+
+    monkeypatch.setattr(Checkpoint, "iter_chunks", noted)
+    with open_checkpoint(tmp_path) as checkpoint:
+        found = match_weights(NllbConfig.from_dir(tmp_path), checkpoint)
+        assert [checkpoint.are_one(EMBEDDING, name) for name in STORED_NAMES[1:]] == [one] * 3
+        assert not checkpoint.are_one("model.encoder.layer_norm.weight", "model.encoder.layer_norm.bias")
+    assert len(set(found.tables)) == 1
+    assert bool(compared) is not one
