@@ -142,7 +142,6 @@ TOKENIZER_MUTANTS: list[Mutant] = [
         ('type(error).__name__ != "PanicException"', "True"),
         ("if not isinstance(error, Exception) and", "if False and"),
         ("text = frozenset(ids.values()) - silent", "text = frozenset(ids.values())"),
-        ("*languages.values(), *(ids[token]", "*(ids[token]"),
         ("if special)}", "if not special)}"),
         ("claim.number != found:", "False:"),
         ("if ids.get(token) != number\n", "if token not in ids\n"),
@@ -161,7 +160,6 @@ TOKENIZER_MUTANTS: list[Mutant] = [
         ("kind not in allowed", "False"),
         ('"dropout": (None, 0)', '"dropout": (None, 0, 0.1)'),
         ('"byte_fallback": (None, False)', '"byte_fallback": (None, False, True)'),
-        ('("truncation", "padding", "post_processor")', '("truncation", "post_processor")'),
         ('return {**entry, "special": True}', "return entry"),
     ),
     *rules(

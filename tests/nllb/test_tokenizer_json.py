@@ -129,6 +129,7 @@ def without(token: str) -> dict[str, Any]:
             '"x_y" has id 8033',
         ),
         (without("<pad>"), "'<pad>' has id null, expected 1"),
+        (changed("model", vocab={**WHOLE["model"]["vocab"], "<s>": 1, "<pad>": 0}), "'<s>' has id 1, expected 0"),
         (changed("model", vocab={**WHOLE["model"]["vocab"], "far": 1 << 24}), "an id of 16777216, expected less"),
     ],
 )

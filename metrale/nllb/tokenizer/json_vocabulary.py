@@ -176,6 +176,6 @@ def _layout(library: Any, ids: Mapping[str, int]) -> Layout:
     if not languages:
         other = {token: ids[token] for token in ordered if m2m.LANGUAGE.fullmatch(token)}
         languages = {token[2:-2]: number for token, number in other.items()}
-    silent = {*HEAD.values(), *languages.values(), *(ids[token] for token, special in added.items() if special)}
+    silent = {*HEAD.values(), *(ids[token] for token, special in added.items() if special)}
     text = frozenset(ids.values()) - silent
     return Layout(languages, 1 + max(ids.values()), text, other_spellings=other, mask_id=ids.get(MASK))
