@@ -3,9 +3,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from gpu_runtime.errors import restore
+
+_MOST_VALUE: Final = 300
+"""Characters of a value that a message shows."""
+
+_MOST_PROBLEM: Final = 1000
+"""Characters of one problem of a checkpoint: a name in a file may have millions."""
+
+_MOST_PROBLEMS: Final = 100
+"""Problems that a message has; a configuration of another model may disagree with thousands of tensors."""
+
+
+def told(value: object) -> str:
+    """Return a value as text for a message, cut when it is long. Never raises, whatever the value's ``repr`` does."""
+    if type(value) is int and value.bit_length() > _MOST_VALUE:  # repr refuses thousands of digits
+        return f"an int of {value.bit_length()} bits"
+    try:
+        return _cut(repr(value), _MOST_VALUE)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class MetraleError(Exception):
@@ -27,7 +50,7 @@ class InvalidInput(MetraleError, ValueError):
     def __init__(self, argument: str, expected: str, got: object) -> None:
         self.argument = argument
         self.expected = expected
-        self.got = got if isinstance(got, str) else repr(got)
+        self.got = _cut(got, _MOST_VALUE) if isinstance(got, str) else told(got)
         super().__init__(f"{argument}: expected {expected}, got {self.got}")
 
 
@@ -41,12 +64,24 @@ class UnknownLanguage(InvalidInput):
 
 
 class CheckpointError(MetraleError, ValueError):
-    """A checkpoint folder that cannot be loaded. ``problems`` lists every reason found, one sentence each."""
+    """A checkpoint folder that cannot be loaded.
+
+    Attributes
+    ----------
+    path : str
+        The folder, or the file in it.
+    problems : list of str
+        Every reason found, one sentence each. The message has the first hundred.
+    """
 
     def __init__(self, path: object, problems: str | list[str]) -> None:
         self.path = str(path)
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        body = self.problems[0] if len(self.problems) == 1 else "".join(f"\n  - {p}" for p in self.problems)
+        listed = [problems] if isinstance(problems, str) else problems
+        self.problems = [_cut(problem, _MOST_PROBLEM) for problem in listed]
+        shown = self.problems[:_MOST_PROBLEMS]
+        if len(shown) < len(self.problems):
+            shown.append(f"and {len(self.problems) - len(shown)} more, which the error's problems list")
+        body = shown[0] if len(shown) == 1 else "".join(f"\n  - {problem}" for problem in shown)
         super().__init__(f"{self.path}: {body}")
 
 

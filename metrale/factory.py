@@ -15,9 +15,9 @@ from gpu_runtime.backend import GpuBackend
 from gpu_runtime.config import Config
 from gpu_runtime.errors import BackendUnavailable
 from gpu_runtime.opening import open_backend
-from metrale.checkpoint import open_checkpoint
+from metrale.checkpoint import open_checkpoint, require_path
 from metrale.checkpoint.peft import CONFIG_FILE as _ADAPTER_FILE
-from metrale.errors import CheckpointError, InvalidInput
+from metrale.errors import CheckpointError, InvalidInput, told
 from metrale.nllb.admission import Languages
 from metrale.nllb.checks import token_id
 from metrale.nllb.config import NllbConfig
@@ -125,7 +125,7 @@ def _adapter_folders(adapters: Mapping[str, PathLike] | None) -> dict[str, PathL
         return {}
     if not isinstance(adapters, Mapping) or not all(isinstance(name, str) and name for name in adapters):
         raise InvalidInput("adapters", "a mapping of names to folders", adapters)
-    return dict(adapters)
+    return {name: require_path(f"adapters[{told(name)}]", folder) for name, folder in adapters.items()}
 
 
 def memory_plan(
@@ -167,8 +167,7 @@ def _shape(gpu: GpuBackend, config: NllbConfig, vocab: int, dtype: str, limits: 
 
 def _config(path: PathLike) -> NllbConfig:
     """Return the checkpoint's configuration, after refusing what only looks like a checkpoint of a whole model."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise InvalidInput("path", "the path of a checkpoint folder", repr(path))
+    require_path("path", path)
     if os.path.lexists(os.path.join(path, _ADAPTER_FILE)):
         raise CheckpointError(
             path,
@@ -219,14 +218,14 @@ def device_name(device: object) -> str:
         origin, device = "METRALE_DEVICE", Config.from_env().device
     if not isinstance(device, str) or not _DEVICE.fullmatch(device):
         open_too = " or an open backend" if origin == "device" else ""
-        raise InvalidInput(origin, f"'auto', 'host', 'cuda', 'cuda:N'{open_too}", repr(device))
+        raise InvalidInput(origin, f"'auto', 'host', 'cuda', 'cuda:N'{open_too}", told(device))
     return device
 
 
 def _check_dtype(dtype: str) -> None:
     known = ("auto", *map(dtypes.long_name, dtypes.FLOAT_TYPES))
     if dtype not in known:
-        raise InvalidInput("dtype", f"one of {', '.join(known)}", repr(dtype))
+        raise InvalidInput("dtype", f"one of {', '.join(known)}", told(dtype))
 
 
 def element_type(dtype: str, gpu: GpuBackend) -> str:
@@ -252,5 +251,5 @@ def _language(argument: str, given: str | int | None, tokenizer: NllbTokenizer |
     if not isinstance(given, str):
         return token_id(argument, given, vocab)
     if tokenizer is None:
-        raise InvalidInput(argument, f"a token id (without {MODEL_FILE} the checkpoint knows no codes)", repr(given))
+        raise InvalidInput(argument, f"a token id (without {MODEL_FILE} the checkpoint knows no codes)", told(given))
     return tokenizer.language_id(given, argument)

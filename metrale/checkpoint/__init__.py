@@ -7,7 +7,7 @@ from metrale.checkpoint.convert import convert
 from metrale.checkpoint.folder import Checkpoint, open_checkpoint
 from metrale.checkpoint.json_fields import FieldReader
 from metrale.checkpoint.json_file import read_json_object
-from metrale.checkpoint.paths import read_file, require_folder
+from metrale.checkpoint.paths import read_file, require_folder, require_path
 from metrale.checkpoint.peft import LoraModule, PeftAdapter, open_adapter
 from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
 
@@ -24,4 +24,5 @@ __all__ = [
     "read_file",
     "read_json_object",
     "require_folder",
+    "require_path",
 ]

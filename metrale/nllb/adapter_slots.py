@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from metrale.checks import integer
-from metrale.errors import InvalidInput, SequenceError
+from metrale.errors import InvalidInput, SequenceError, told
 from metrale.nllb.sequences import SequenceTable
 
 
@@ -97,7 +97,7 @@ class AdapterSlots:
         slot = self.names().get(name) if isinstance(name, str) else None
         if slot is None:
             raise InvalidInput(
-                "name", f"the name of a resident adapter ({self._shown() or 'there is none'})", repr(name)
+                "name", f"the name of a resident adapter ({self._shown() or 'there is none'})", told(name)
             )
         self._touch(self.resident(slot))
         self._active = name

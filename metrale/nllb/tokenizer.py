@@ -19,7 +19,7 @@ from sentencepiece import SentencePieceProcessor
 
 from metrale.checkpoint import read_file, read_json_object, require_folder
 from metrale.checks import integer
-from metrale.errors import CheckpointError, InvalidInput, UnknownLanguage
+from metrale.errors import CheckpointError, InvalidInput, UnknownLanguage, told
 from metrale.nllb.languages import FLORES_200, near_languages
 
 MODEL_FILE = "sentencepiece.bpe.model"
@@ -293,7 +293,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 def _contradictions(folder: Path, special: Mapping[str, int], pieces: Sequence[str]) -> Iterator[str]:
     """What the folder's other tokenizer files say against these ids, one sentence each. Absent files say nothing."""
-    if (folder / "vocab.json").exists():
+    if os.path.lexists(folder / "vocab.json"):
         yield "vocab.json: the folder has the vocabulary of M2M-100, whose ids are others than NLLB-200's"
     config = _read_optional(folder / "tokenizer_config.json")
     yield from _wrong_lists("tokenizer_config.json", config, special)
@@ -315,7 +315,7 @@ def _contradictions(folder: Path, special: Mapping[str, int], pieces: Sequence[s
 
 
 def _read_optional(path: Path) -> dict[str, object]:
-    return read_json_object(path) if path.exists() else {}
+    return read_json_object(path) if os.path.lexists(path) else {}
 
 
 def _wrong_ids(source: str, entries: Iterable[tuple[object, object]], special: Mapping[str, int]) -> Iterator[str]:
@@ -324,7 +324,7 @@ def _wrong_ids(source: str, entries: Iterable[tuple[object, object]], special: M
         if expected is None or number != expected:
             wanted = "no such entry" if expected is None else f"id {expected}"
             # One is enough: behind a code put in between, every further id differs.
-            yield f"{source}: {content!r} has id {number!r}, expected {wanted} in the layout of NLLB-200"
+            yield f"{source}: {told(content)} has id {told(number)}, expected {wanted} in the layout of NLLB-200"
             return
 
 
@@ -336,7 +336,8 @@ def _wrong_lists(source: str, config: Mapping[str, object], special: Mapping[str
         unknown = [content for content in contents if not isinstance(content, str) or content not in special]
         listed = [content for content in contents if content in FLORES_200]
         if unknown:
-            yield f"{source}: {key} has {unknown[0]!r}, which NLLB-200 does not have; added tokens are not supported"
+            what = f"{key} has {told(unknown[0])}"
+            yield f"{source}: {what}, which NLLB-200 does not have; added tokens are not supported"
         elif listed != sorted(listed, key=FLORES_200.index):
             moved = next(a for a, b in zip(listed, sorted(listed, key=FLORES_200.index), strict=True) if a != b)
             yield f"{source}: {key} lists the languages in another order than NLLB-200, from {moved!r} on"

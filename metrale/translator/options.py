@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypedDict
 
-from metrale.errors import InvalidInput
+from metrale.checks import flag
+from metrale.errors import InvalidInput, told
 from metrale.model import GREEDY, BeamParams, EarlyStopping, SamplingParams
 from metrale.nllb.limits import WORD_ROOM
 
@@ -96,9 +97,9 @@ class TranslationOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):
-            raise InvalidInput("sampling", "a SamplingParams", repr(self.sampling))
+            raise InvalidInput("sampling", "a SamplingParams", told(self.sampling))
         for name in ("return_scores", "return_attention", "truncate"):
-            object.__setattr__(self, name, bool(getattr(self, name)))
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
         BeamParams(self.num_beams, self.length_penalty, self.early_stopping, self.num_return_sequences)
         self.sampling_params(0)
 
@@ -178,11 +179,11 @@ def renamed() -> Iterator[None]:
 
 def _words(given: object) -> tuple[tuple[int, ...], ...]:
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise InvalidInput("bad_words_ids", "a sequence of sequences of ids", repr(given)[:80])
+        raise InvalidInput("bad_words_ids", "a sequence of sequences of ids", told(given))
     return tuple(_ids(f"bad_words_ids[{index}]", word) for index, word in enumerate(given))
 
 
 def _ids(argument: str, given: object) -> tuple[int, ...]:
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise InvalidInput(argument, "a sequence of ids", repr(given)[:80])
+        raise InvalidInput(argument, "a sequence of ids", told(given))
     return tuple(given)

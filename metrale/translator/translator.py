@@ -13,7 +13,7 @@ from typing import Any, Final, Unpack, overload
 
 from metrale.checks import integer
 from metrale.engine import Engine, EngineClosed, Generated, RequestHandle
-from metrale.errors import InvalidInput, SequenceError
+from metrale.errors import InvalidInput, SequenceError, told
 from metrale.factory import load
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
@@ -176,7 +176,7 @@ class Translator:
         """
         listed, single = _listed(texts)
         if progress is not None and not callable(progress):
-            raise InvalidInput("progress", "a callable or None", repr(progress))
+            raise InvalidInput("progress", "a callable or None", told(progress))
         maker = self._maker(options)
         terms = self._terms.read(len(listed), source, target, target_prefix, adapter)
         results: list[Translation | None] = [None] * len(listed)
@@ -446,4 +446,4 @@ def _listed(texts: str | Sequence[str], argument: str = "texts") -> tuple[list[s
 
 def _require_iterable(texts: object, argument: str = "texts") -> None:
     if isinstance(texts, bytes | set | frozenset | dict) or not isinstance(texts, Iterable):
-        raise InvalidInput(argument, "a str or a sequence of str", repr(texts)[:80])
+        raise InvalidInput(argument, "a str or a sequence of str", told(texts))

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""All cases, by generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Final
+
+from tests.hostile import config_cases, json_cases, place_cases
+from tests.hostile.case import Case
+
+GENERATORS: Final[tuple[ModuleType, ...]] = (config_cases, json_cases, place_cases)
+
+
+def cases() -> list[Case]:
+    """Return every case; their names are different."""
+    found = [case for module in GENERATORS for case in _named(module)]
+    assert len({case.name for case in found}) == len(found)
+    return found
+
+
+def _named(module: ModuleType) -> Iterator[Case]:
+    yield from module.cases()
