@@ -72,9 +72,12 @@ def listed(argument: str, values: object, expected: str) -> list[Any]:
     InvalidInput
         When it is none.
     """
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise InvalidInput(argument, expected, told(values))
-    return list(values)
+    if not isinstance(values, str | bytes) and isinstance(values, Iterable):
+        try:
+            return list(values)
+        except TypeError:  # an array without an axis says that it is iterable
+            pass
+    raise InvalidInput(argument, expected, told(values))
 
 
 def kept(values: T) -> T | tuple[Any, ...]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from gpu_runtime.errors import restore
-
-_MOST_VALUE: Final = 300
-"""Characters of a value that a message shows."""
+from gpu_runtime.errors import MOST_VALUE, cut, restore, told
 
 _MOST_PROBLEM: Final = 1000
 """Characters of one problem of a checkpoint: a name in a file may have millions."""
@@ -17,18 +14,17 @@ _MOST_PROBLEMS: Final = 100
 """Problems that a message has; a configuration of another model may disagree with thousands of tensors."""
 
 
-def told(value: object) -> str:
-    """Return a value as text for a message, cut when it is long. Never raises, whatever the value's ``repr`` does."""
-    if type(value) is int and value.bit_length() > _MOST_VALUE:  # repr refuses thousands of digits
-        return f"an int of {value.bit_length()} bits"
-    try:
-        return _cut(repr(value), _MOST_VALUE)
-    except Exception:
-        return f"a {type(value).__name__} that cannot be shown"
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
+__all__ = [
+    "CheckpointError",
+    "InvalidInput",
+    "MetraleError",
+    "NoFreeSlot",
+    "NonFiniteLogits",
+    "NotSupported",
+    "SequenceError",
+    "UnknownLanguage",
+    "told",
+]
 
 
 class MetraleError(Exception):
@@ -50,7 +46,7 @@ class InvalidInput(MetraleError, ValueError):
     def __init__(self, argument: str, expected: str, got: object) -> None:
         self.argument = argument
         self.expected = expected
-        self.got = _cut(got, _MOST_VALUE) if isinstance(got, str) else told(got)
+        self.got = cut(got, MOST_VALUE) if isinstance(got, str) else told(got)
         super().__init__(f"{argument}: expected {expected}, got {self.got}")
 
 
@@ -77,7 +73,7 @@ class CheckpointError(MetraleError, ValueError):
     def __init__(self, path: object, problems: str | list[str]) -> None:
         self.path = str(path)
         listed = [problems] if isinstance(problems, str) else problems
-        self.problems = [_cut(problem, _MOST_PROBLEM) for problem in listed]
+        self.problems = [cut(problem, _MOST_PROBLEM) for problem in listed]
         shown = self.problems[:_MOST_PROBLEMS]
         if len(shown) < len(self.problems):
             shown.append(f"and {len(self.problems) - len(shown)} more, which the error's problems list")

@@ -214,7 +214,7 @@ def device_name(device: object) -> str:
         When it, or the environment's setting, is not the name of a device.
     """
     origin = "device"
-    if device == "auto":
+    if isinstance(device, str) and device == "auto":
         origin, device = "METRALE_DEVICE", Config.from_env().device
     if not isinstance(device, str) or not _DEVICE.fullmatch(device):
         open_too = " or an open backend" if origin == "device" else ""
@@ -224,7 +224,7 @@ def device_name(device: object) -> str:
 
 def _check_dtype(dtype: str) -> None:
     known = ("auto", *map(dtypes.long_name, dtypes.FLOAT_TYPES))
-    if dtype not in known:
+    if not isinstance(dtype, str) or dtype not in known:
         raise InvalidInput("dtype", f"one of {', '.join(known)}", told(dtype))
 
 

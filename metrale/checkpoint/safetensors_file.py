@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
 from metrale.errors import CheckpointError
 
 _LFS_POINTER = b"version https://git-lfs"
+
+_MOST_HEADER: Final = 8 << 20
+"""Bytes of a header that is read: some 70,000 tensors. The library would take a hundred megabytes, with a million."""
 
 
 class SafetensorsFile:
@@ -43,6 +46,7 @@ class SafetensorsFile:
         self.path = path
         require_file(path)
         try:
+            _refuse_large_header(path)
             self._handle = cast("Any", safe_open(path, framework="numpy"))  # the library's methods are not annotated
             names: list[str] = list(self._handle.keys())
         except SafetensorError as error:
@@ -76,6 +80,13 @@ class SafetensorsFile:
     def close(self) -> None:
         """Unmap the file. Further calls do nothing."""
         self._handle.__exit__(None, None, None)
+
+
+def _refuse_large_header(path: Path) -> None:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if _MOST_HEADER < length <= path.stat().st_size - 8:  # a header that is not all there is the library's to refuse
+        raise CheckpointError(path, f"has a header of {length} bytes, and at most {_MOST_HEADER} are read")
 
 
 def _why_unreadable(path: Path, error: SafetensorError) -> str:

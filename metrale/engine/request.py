@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, Literal, Self
 
-from metrale.checks import flag, integer, real
+from metrale.checks import flag, integer, listed, real
 from metrale.engine.errors import RequestFailed
 from metrale.errors import InvalidInput
 from metrale.model import GREEDY, BeamParams, Hypothesis, SamplingParams
@@ -201,9 +201,7 @@ class Generated:
 
 def _ids(argument: str, values: Iterable[int]) -> tuple[int, ...]:
     """Return ids as a tuple of ints; an error names the first wrong one as ``argument[i]``."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise InvalidInput(argument, "an iterable of ids", values)
     return tuple(
         value if type(value) is int and 0 <= value <= _MOST else integer(f"{argument}[{index}]", value, 0, _MOST)
-        for index, value in enumerate(values)
+        for index, value in enumerate(listed(argument, values, "an iterable of ids"))
     )

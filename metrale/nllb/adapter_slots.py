@@ -83,7 +83,7 @@ class AdapterSlots:
 
     def check(self, slot: object) -> None:
         """Refuse a sequence's ``adapter_slot`` that is neither -1 nor resident; note that it was asked for."""
-        if slot != -1:
+        if integer("adapter_slot", slot, -1, expected="-1, or the slot of a resident adapter") != -1:
             self._touch(self.resident(slot))
 
     def digest(self, slot: int) -> str | None:

@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypedDict
 
-from metrale.checks import flag
+from metrale.checks import flag, listed
 from metrale.errors import InvalidInput, told
 from metrale.model import GREEDY, BeamParams, EarlyStopping, SamplingParams
 from metrale.nllb.limits import WORD_ROOM
@@ -100,6 +101,10 @@ class TranslationOptions:
             raise InvalidInput("sampling", "a SamplingParams", told(self.sampling))
         for name in ("return_scores", "return_attention", "truncate"):
             object.__setattr__(self, name, flag(name, getattr(self, name)))
+        for name, read in (("bad_words_ids", _words), ("suppress_tokens", partial(_ids, "suppress_tokens"))):
+            given: object = getattr(self, name)
+            if given is not None:  # an iterator gives its items once, and they are asked for again
+                object.__setattr__(self, name, read(given))
         BeamParams(self.num_beams, self.length_penalty, self.early_stopping, self.num_return_sequences)
         self.sampling_params(0)
 
@@ -134,10 +139,6 @@ class TranslationOptions:
         given: dict[str, Any] = {
             field: value for field, argument in _FIELDS.items() if (value := getattr(self, argument)) is not None
         }
-        if "bad_words" in given:
-            given["bad_words"] = _words(given["bad_words"])
-        if "suppress_tokens" in given:
-            given["suppress_tokens"] = _ids("suppress_tokens", given["suppress_tokens"])
         if self.forced_eos is not False:
             given["forced_eos_id"] = eos_id if self.forced_eos is True else self.forced_eos
         for field in given:
@@ -178,12 +179,9 @@ def renamed() -> Iterator[None]:
 
 
 def _words(given: object) -> tuple[tuple[int, ...], ...]:
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise InvalidInput("bad_words_ids", "a sequence of sequences of ids", told(given))
-    return tuple(_ids(f"bad_words_ids[{index}]", word) for index, word in enumerate(given))
+    words = listed("bad_words_ids", given, "a sequence of sequences of ids")
+    return tuple(_ids(f"bad_words_ids[{index}]", word) for index, word in enumerate(words))
 
 
 def _ids(argument: str, given: object) -> tuple[int, ...]:
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise InvalidInput(argument, "a sequence of ids", told(given))
-    return tuple(given)
+    return tuple(listed(argument, given, "a sequence of ids"))

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Final, Unpack, overload
 
-from metrale.checks import integer
+from metrale.checks import flag, integer
 from metrale.engine import Engine, EngineClosed, Generated, RequestHandle
 from metrale.errors import InvalidInput, SequenceError, told
 from metrale.factory import load
@@ -327,6 +327,7 @@ class Translator:
         SequenceError
             When the translator is closed, or an adapter leaves its slot meanwhile.
         """
+        truncate = flag("truncate", truncate)
         (texts, single), (wanted, _) = _listed(sources, "sources"), _listed(targets, "targets")
         if len(wanted) != len(texts) or single != isinstance(targets, str):
             raise InvalidInput("targets", "one target for each source", f"{len(wanted)} for {len(texts)}")

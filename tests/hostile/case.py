@@ -43,7 +43,7 @@ class Refusal:
     Attributes
     ----------
     kind : str
-        The name of its class.
+        The name of its class, or several with bars between.
     says : str or tuple of str
         Regular expressions, each found in the message.
     argument, path : str or None
@@ -60,7 +60,7 @@ class Refusal:
     problems: int | None = None
 
     def complaint(self, outcome: Outcome) -> str | None:
-        if outcome.kind != "error" or outcome.error != self.kind:
+        if outcome.kind != "error" or outcome.error not in self.kind.split("|"):
             return f"expected {self.kind}"
         for pattern in (self.says,) if isinstance(self.says, str) else self.says:
             if not re.search(pattern, outcome.message, re.DOTALL):

@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Final
 
-from tests.hostile import config_cases, json_cases, place_cases
+from tests.hostile import config_cases, json_cases, option_cases, place_cases, tokenizer_cases, weight_cases
 from tests.hostile.case import Case
 
-GENERATORS: Final[tuple[ModuleType, ...]] = (config_cases, json_cases, place_cases)
+GENERATORS: Final[tuple[ModuleType, ...]] = (
+    config_cases,
+    json_cases,
+    option_cases,
+    place_cases,
+    tokenizer_cases,
+    weight_cases,
+)
 
 
 def cases() -> list[Case]:

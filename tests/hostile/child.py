@@ -125,6 +125,7 @@ def _settle(place: Path) -> None:
     os.chdir(place / "home")
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(MOST_WALL_S)
+    faulthandler.dump_traceback_later(MOST_WALL_S - 2)  # where it hangs
 
 
 def _outcome(case: Case, place: Path) -> Outcome:
@@ -144,7 +145,7 @@ def _outcome(case: Case, place: Path) -> Outcome:
     try:
         found = {"kind": "value", "value": case.run(folder)}
     except BaseException as error:
-        found = _described(error)
+        found = described(error)
     cpu_s = time.process_time() - start
     watch.stop()
     after = {name: at for name, at in listing(place).items() if not name.startswith("output")}
@@ -163,7 +164,7 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE_BYTES, MOST_FILE_BYTES))
 
 
-def _described(error: BaseException) -> dict[str, Any]:
+def described(error: BaseException) -> dict[str, Any]:
     kind = type(error)
     fields = {name: value for name in FIELDS if isinstance(value := getattr(error, name, None), str | list | tuple)}
     return {

@@ -115,7 +115,11 @@ def _values() -> Iterator[Case]:
         ("d_model", 32, r"shape \[8240, 16\], expected \[vocabulary, 32\] by the configuration"),
         ("d_model", 65536, r"expected \[vocabulary, 65536\] by the configuration"),
         ("encoder_layers", 2, r"missing tensor 'model\.encoder\.layers\.1\.self_attn\.q_proj\.weight'"),
-        ("decoder_layers", 1024, r"missing tensor 'model\.decoder\.layers\.1\..* and 26498 more, which the error's problems list"),
+        (
+            "decoder_layers",
+            1024,
+            r"missing tensor 'model\.decoder\.layers\.1\..* and 26498 more, which the error's problems list",
+        ),
         ("encoder_ffn_dim", 1 << 20, r"shape \[24, 16\], expected \[1048576, 16\] by the configuration"),
         ("decoder_ffn_dim", 23, r"shape \[24, 16\], expected \[23, 16\] by the configuration"),
         ("hidden_size", 17, r"hidden_size: expected the same as d_model \(16\), got 17"),

@@ -62,9 +62,10 @@ def main(place: Path) -> None:
     """Serve what standard input asks for, in a folder for the files of all cases."""
     os.environ["METRALE_DEVICE"] = "host"
     names = json.loads(sys.stdin.readline())
-    from tests.hostile import catalogue, stage
+    from tests.hostile import catalogue, stage, subjects
 
     stage.prepare(place)
+    subjects.prepare()
     os.mkdir(place / "cases")
     workers = len(os.sched_getaffinity(0))
     serve({case.name: case for case in catalogue.cases()}, names, place / "cases", workers)
