@@ -28,8 +28,8 @@ def told(value: object) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text of at most ``most`` characters, and a sign when there were more."""
-    return text if len(text) <= most else f"{text[:most]}..."
+    """Return a text of at most ``most`` characters, with a sign where there were more: near the end, which is kept."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} [...] {text[-(most // 4) :]}"
 
 
 class GpuRuntimeError(RuntimeError):

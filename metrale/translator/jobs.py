@@ -115,6 +115,11 @@ class JobMaker:
         return replace(params, seed=text_seed(params.seed, index)) if params.temperature else params
 
 
+def is_visible(text: str, tokens: Sequence[int]) -> bool:
+    """Return whether there is something to translate. To SentencePiece, one of Unicode's blanks is a character."""
+    return bool(tokens) and not text.isspace()
+
+
 def blank(terms: Terms) -> Translation:
     """Return the translation of a text without anything visible."""
     return Translation("", (), None, "eos", False, terms.source, terms.target, adapter=terms.adapter_name)

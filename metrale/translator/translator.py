@@ -17,7 +17,7 @@ from metrale.errors import InvalidInput, SequenceError, told
 from metrale.factory import load
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import MODEL_FILE, NllbTokenizer
-from metrale.translator.jobs import Job, JobMaker, blank
+from metrale.translator.jobs import Job, JobMaker, blank, is_visible
 from metrale.translator.options import Options, TranslationOptions
 from metrale.translator.pairs import score_pairs
 from metrale.translator.scoring import Scorer, attended, left
@@ -182,7 +182,7 @@ class Translator:
         results: list[Translation | None] = [None] * len(listed)
         jobs: list[Job] = []
         for index, tokens in enumerate(self._tokenizer.encode_batch(listed)):
-            if tokens:
+            if is_visible(listed[index], tokens):
                 jobs.append(maker.job(index, tokens, terms[index]))
             else:
                 results[index] = blank(terms[index])
@@ -247,7 +247,7 @@ class Translator:
 
         def submit(index: int, text: str) -> Entry:
             tokens = self._encode(index, text)
-            if not tokens:
+            if not is_visible(text, tokens):
                 return blank(terms)
             job = maker.job(index, tokens, terms)
             return Submitted(job, self._submit(job))

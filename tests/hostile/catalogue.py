@@ -7,14 +7,29 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Final
 
-from tests.hostile import config_cases, json_cases, option_cases, place_cases, tokenizer_cases, weight_cases
-from tests.hostile.case import Case
-
-GENERATORS: Final[tuple[ModuleType, ...]] = (
+from tests.hostile import (
+    adapter_cases,
+    command_cases,
     config_cases,
+    id_cases,
     json_cases,
     option_cases,
     place_cases,
+    text_cases,
+    tokenizer_cases,
+    weight_cases,
+)
+from tests.hostile.case import Case
+
+GENERATORS: Final[tuple[ModuleType, ...]] = (
+    adapter_cases,
+    command_cases,
+    config_cases,
+    id_cases,
+    json_cases,
+    option_cases,
+    place_cases,
+    text_cases,
     tokenizer_cases,
     weight_cases,
 )
