@@ -9,6 +9,7 @@ from metrale.checkpoint.json_fields import FieldReader
 from metrale.checkpoint.json_file import read_json_object
 from metrale.checkpoint.paths import read_file, require_folder, require_path
 from metrale.checkpoint.peft import LoraModule, PeftAdapter, open_adapter
+from metrale.checkpoint.saving import Shard, plan_shards, save_shards
 from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
 
 __all__ = [
@@ -17,12 +18,15 @@ __all__ = [
     "FieldReader",
     "LoraModule",
     "PeftAdapter",
+    "Shard",
     "TensorInfo",
     "convert",
     "open_adapter",
     "open_checkpoint",
+    "plan_shards",
     "read_file",
     "read_json_object",
     "require_folder",
     "require_path",
+    "save_shards",
 ]

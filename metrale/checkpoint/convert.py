@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Conversion between the three floating-point formats of checkpoints."""
+"""Conversion of the floating-point formats of checkpoints to those that models are computed in."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,8 +14,11 @@ from metrale.errors import CheckpointError, InvalidInput
 _BLOCK: Final = 1 << 16
 """Elements converted at a time: a block is still in the processor's cache when it is looked through for infinities."""
 
-_INFINITY: Final = {np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}
+TARGETS: Final = ("f32", "f16", "bf16")
+
+_INFINITY: Final = {FLOAT_DTYPES["f16"]: 0x7C00, FLOAT_DTYPES["bf16"]: 0x7F80, FLOAT_DTYPES["f32"]: 0x7F80_0000}
 """The bits of infinity. Those of every finite number are less, those of NaN more, when the sign is left out."""
+_BITS: Final[dict[int, type[np.unsignedinteger[Any]]]] = {2: np.uint16, 4: np.uint32}
 
 
 def convert(
@@ -33,7 +35,7 @@ def convert(
 
     Parameters
     ----------
-    array : ndarray of float32, float16 or bfloat16
+    array : ndarray of float32, float16, bfloat16 or float64
         Any shape. Without ``out``, it is returned itself when it has the wanted dtype already.
     dtype : {"f32", "f16", "bf16"}
         The wanted dtype.
@@ -52,13 +54,13 @@ def convert(
     CheckpointError
         When a finite value is too large for the wanted dtype (65,520 and above for ``"f16"``).
     InvalidInput
-        When either dtype is not one of the three, or ``out`` does not fit.
+        When either dtype is none of these, or ``out`` does not fit.
     """
-    target = FLOAT_DTYPES.get(dtype)
-    if target is None:
-        raise InvalidInput("dtype", f"one of {', '.join(FLOAT_DTYPES)}", dtype)
+    if dtype not in TARGETS:
+        raise InvalidInput("dtype", f"one of {', '.join(TARGETS)}", dtype)
+    target = FLOAT_DTYPES[dtype]
     if array.dtype not in FLOAT_DTYPES.values():
-        raise InvalidInput("array", "float32, float16 or bfloat16", str(array.dtype))
+        raise InvalidInput("array", "float32, float16, bfloat16 or float64", str(array.dtype))
     if out is None:
         if array.dtype == target:
             return array
@@ -74,16 +76,33 @@ def convert(
 
 
 def _cast(values: NDArray[Any], out: NDArray[Any]) -> bool:
-    """Convert one axis to a 16-bit format; return whether an infinity came out."""
-    infinity, bits = _INFINITY[out.dtype], out.view(np.uint16)
-    scratch = np.empty(min(_BLOCK, len(out)), dtype=np.uint16)
+    """Convert one axis to a narrower format; return whether an infinity came out."""
+    infinity, bits = _INFINITY[out.dtype], out.view(_BITS[out.itemsize])
+    without_sign = (1 << (8 * out.itemsize - 1)) - 1
+    scratch = np.empty(min(_BLOCK, len(out)), dtype=bits.dtype)
+    twice = values.dtype == np.float64 and out.dtype == FLOAT_DTYPES["bf16"]  # ml_dtypes goes through float32
     found = False
     for start in range(0, len(out), _BLOCK):
         block = slice(start, start + _BLOCK)
-        np.copyto(out[block], values[block], casting="unsafe")
-        magnitude = np.bitwise_and(bits[block], 0x7FFF, out=scratch[: len(bits[block])])
+        np.copyto(out[block], _rounded_to_odd(values[block]) if twice else values[block], casting="unsafe")
+        magnitude = np.bitwise_and(bits[block], without_sign, out=scratch[: len(bits[block])])
         found = found or bool(magnitude.max() >= infinity and (magnitude == infinity).any())
     return found
+
+
+def _rounded_to_odd(values: NDArray[Any]) -> NDArray[np.float32]:
+    """Return float64 as float32, of the two neighbours of what is between them always the one with an odd last bit.
+
+    Rounding that to nearest even gives what rounding the exact value once does: a tie stays distinct from what is
+    nearly one, because float32 has more than two bits more than the formats that are rounded to.
+    """
+    near = values.astype(np.float32)
+    back = near.astype(np.float64)
+    between = (back != values) & ~np.isnan(values)
+    bits = near.view(np.uint32)
+    bits -= between & (np.abs(back) > np.abs(values))  # the neighbour that is nearer to zero
+    bits |= between
+    return near
 
 
 def _refuse_overflow(array: NDArray[Any], converted: NDArray[Any], dtype: str, name: str, path: object) -> None:

@@ -1,40 +1,42 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A checkpoint folder: one safetensors file, or several with an index."""
+"""A checkpoint folder: one file of weights, or several with an index."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Protocol
+from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from metrale.checkpoint.json_fields import shown
-from metrale.checkpoint.json_file import read_json_object
+from metrale.checkpoint import safetensors_file, torch_file
 from metrale.checkpoint.paths import require_folder
 from metrale.checkpoint.safetensors_file import SafetensorsFile
-from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
+from metrale.checkpoint.shards import open_shards
+from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorFile, TensorInfo
+from metrale.checkpoint.torch_file import TorchFile
 from metrale.errors import CheckpointError, InvalidInput
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 64 << 20
 
 
-class TensorFile(Protocol):
-    """What a checkpoint asks of one of its files, whatever the format."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One form of weights: the names of its single file and its index, and what opens a file."""
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor of the file by name."""
+    single: str
+    index: str
+    open_file: Callable[[Path], TensorFile]
 
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Rows ``[start, stop)`` in the stored dtype; the arguments are right."""
 
-    def close(self) -> None:
-        """Give the file back. Further calls do nothing."""
+FORMS: Final = (
+    Form(safetensors_file.SINGLE, safetensors_file.INDEX, SafetensorsFile),
+    Form(torch_file.SINGLE, torch_file.INDEX, TorchFile),
+)
+"""In the order in which they are looked for."""
 
 
 class Checkpoint:
@@ -48,7 +50,7 @@ class Checkpoint:
         Every tensor by name.
     """
 
-    def __init__(self, path: Path, files: list[TensorFile]) -> None:
+    def __init__(self, path: Path, files: Sequence[TensorFile]) -> None:
         self.path = path
         self._files = files
         self._file_of = {name: file for file in files for name in file.tensors}
@@ -111,8 +113,8 @@ class Checkpoint:
             raise InvalidInput("max_bytes", "a positive number of bytes", max_bytes)
         info = self._readable(name)
         row_bytes = max(1, info.row_elements * FLOAT_DTYPES[info.dtype].itemsize)
-        step = max(1, max_bytes // row_bytes)
-        for start in range(0, info.rows, step):
+        step = max(1, max_bytes // row_bytes) if info.row_elements else info.rows  # no bytes in any number of rows
+        for start in range(0, info.rows, step or 1):
             yield start, self.read_rows(name, start, min(start + step, info.rows))
 
     def _readable(self, name: str) -> TensorInfo:
@@ -129,73 +131,24 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint folder: ``model.safetensors``, or shards with ``model.safetensors.index.json``.
+    """Open a checkpoint folder: one file of weights, or shards with an index, in safetensors' or PyTorch's form.
 
-    With both, the single file is taken, as transformers does. An index must name exactly the tensors that its shards
-    hold; its ``metadata`` is not read.
+    Of several, the first of ``model.safetensors``, ``model.safetensors.index.json``, ``pytorch_model.bin`` and
+    ``pytorch_model.bin.index.json`` is taken, as transformers does. An index must name exactly the tensors that its
+    shards hold; its ``metadata`` is not read. Nothing that is in a file is executed.
 
     Raises
     ------
     CheckpointError
-        When there is no such folder, no weights in it, a file that is truncated or corrupt, or an index that names a
-        file outside the folder or disagrees with its shards. Every reason is listed.
+        When there is no such folder, no weights in it, a file that is truncated, corrupt or holds anything but tensors,
+        or an index that names a file outside the folder or disagrees with its shards. Every reason is listed.
     """
     folder = require_folder(path)
     # lexists: a dangling link, as an interrupted download leaves it, is a file that is missing, not an absent form.
-    if os.path.lexists(folder / SINGLE):
-        return Checkpoint(folder, [SafetensorsFile(folder / SINGLE)])
-    if os.path.lexists(folder / INDEX):
-        return Checkpoint(folder, list(_open_shards(folder)))
-    if any(folder.glob("pytorch_model*.bin")):
-        raise CheckpointError(
-            folder,
-            "holds only pytorch_model.bin weights, a format that is not read yet. Convert them to safetensors, for "
-            "example with transformers: AutoModelForSeq2SeqLM.from_pretrained(folder).save_pretrained(new_folder)",
-        )
-    raise CheckpointError(folder, f"holds no weights: expected {SINGLE} or {INDEX}")
-
-
-def _open_shards(folder: Path) -> list[SafetensorsFile]:
-    wanted = _read_index(folder)
-    files: list[SafetensorsFile] = []
-    problems: list[str] = []
-    for shard, names in wanted.items():
-        try:
-            file = SafetensorsFile(folder / shard)
-        except CheckpointError as error:
-            problems += [f"{shown(shard)}: {problem}" for problem in error.problems]
-            continue
-        files.append(file)
-        problems += [f"{INDEX} places {name!r} in {shown(shard)}, which lacks it" for name in names - set(file.tensors)]
-        problems += [
-            f"{shown(shard)} holds {name!r}, which {INDEX} does not place there" for name in set(file.tensors) - names
-        ]
-    if problems:
-        for file in files:
-            file.close()
-        raise CheckpointError(folder, sorted(problems))
-    return files
-
-
-def _read_index(folder: Path) -> dict[str, set[str]]:
-    """Return the tensor names that the index places in each shard."""
-    placed = read_json_object(folder / INDEX).get("weight_map")
-    if not isinstance(placed, dict) or not placed:
-        raise CheckpointError(folder / INDEX, "weight_map: expected an object that names the file of each tensor")
-    wanted: dict[str, set[str]] = {}
-    problems: set[str] = set()
-    for name, shard in placed.items():
-        if isinstance(shard, str) and _stays_inside(shard):
-            wanted.setdefault(shard, set()).add(name)
-        else:
-            problems.add(f"weight_map: {shown(shard)} is not the name of a file inside the folder")
-    if problems:
-        raise CheckpointError(folder / INDEX, sorted(problems))
-    return wanted
-
-
-def _stays_inside(shard: str) -> bool:
-    # Judged by the name alone: download caches keep the files themselves elsewhere, behind symbolic links.
-    # A backslash or a colon would mean a folder or a drive on Windows.
-    pure = PurePosixPath(shard)
-    return bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts and not set(shard) & set("\\:\0")
+    for form in FORMS:
+        if os.path.lexists(folder / form.single):
+            return Checkpoint(folder, [form.open_file(folder / form.single)])
+        if os.path.lexists(folder / form.index):
+            return Checkpoint(folder, open_shards(folder, form.index, form.open_file))
+    expected = " or ".join(f"{form.single} or {form.index}" for form in FORMS)
+    raise CheckpointError(folder, f"holds no weights: expected {expected}")

@@ -22,6 +22,8 @@ def require_path(argument: str, value: object) -> str:
         raise InvalidInput(argument, "the path of a folder", told(value))
     return path
 
+_LFS_POINTER = b"version https://git-lfs"
+
 
 def require_folder(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` as a Path when it is a folder that can be listed.
@@ -82,3 +84,8 @@ def read_file(path: Path, max_bytes: int, what: str) -> bytes:
     if len(data) > max_bytes:
         raise CheckpointError(path, f"is larger than the {max_bytes} bytes that are read as {what}")
     return data
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    """Return whether a file that begins so is what Git keeps in the place of a large one."""
+    return head.startswith(_LFS_POINTER)

@@ -18,11 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from metrale.checkpoint.paths import require_file
+from metrale.checkpoint.paths import is_lfs_pointer, require_file
 from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
 from metrale.errors import CheckpointError
 
-_LFS_POINTER = b"version https://git-lfs"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_HEAD_BYTES = 64
 
 _MOST_HEADER: Final = 8 << 20
 """Bytes of a header that is read: some 70,000 tensors. The library would take a hundred megabytes, with a million."""
@@ -94,6 +97,6 @@ def _why_unreadable(path: Path, error: SafetensorError) -> str:
     if size == 0:
         return "is an empty file, expected safetensors data"
     with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+        if is_lfs_pointer(file.read(_HEAD_BYTES)):
             return "is a Git LFS pointer, not the data: fetch it with `git lfs pull`"
     return f"is not a complete safetensors file ({size} bytes): {error}"

@@ -6,13 +6,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
-    {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+    {
+        "f32": np.dtype(np.float32),
+        "f16": np.dtype(np.float16),
+        "bf16": np.dtype(ml_dtypes.bfloat16),
+        "f64": np.dtype(np.float64),
+    }
 )
 """The dtypes whose data can be read, by their names in this project."""
 
@@ -28,7 +34,8 @@ class TensorInfo:
     shape : tuple of int
         Its dimensions; the first one counts rows.
     dtype : str
-        ``"f32"``, ``"f16"`` or ``"bf16"``; any other dtype keeps the file's own name in lower case and cannot be read.
+        A name of `FLOAT_DTYPES`; any other dtype has the name that safetensors gives it, in lower case, and cannot be
+        read.
     """
 
     name: str
@@ -47,3 +54,17 @@ class TensorInfo:
         for dimension in self.shape[1:]:
             count *= dimension
         return count
+
+
+class TensorFile(Protocol):
+    """What a checkpoint asks of one of its files, whatever the format."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor of the file by name."""
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows ``[start, stop)`` in the stored dtype; the arguments are right."""
+
+    def close(self) -> None:
+        """Give the file back. Further calls do nothing."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The ``metrale`` command: translate, score, inspect and doctor.
+"""The ``metrale`` command: translate, score, inspect, convert and doctor.
 
 Exit codes: 0 done, 1 some texts were not translated, 2 wrong usage or input, 3 a model or device that cannot be used,
 4 a fault in metrale itself, 130 interrupted, 143 terminated. Errors are one line on standard error.
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 import metrale
-from metrale.cli import doctor, inspect, score, translate
+from metrale.cli import convert, doctor, inspect, score, translate
 from metrale.cli.failure import DONE, INTERRUPTED, USAGE, Failure, describe, say
 from metrale.cli.output import discard_stdout
 
@@ -115,6 +115,6 @@ def _build_parser() -> _Parser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (translate, score, inspect, doctor):
+    for command in (translate, score, inspect, convert, doctor):
         command.add_parser(commands, common)
     return parser

@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from metrale.cli.failure import say
 
+BYTES: Final = "B"
+
 _UNKNOWN_SIZE: Final = {"ncols": 79, "nrows": 24}
 """tqdm's options for a terminal that does not say how large it is: a serial line, or a program that reads one."""
 _SECONDS_BEFORE_IT_SHOWS: Final = 1.0
@@ -43,7 +45,7 @@ class Console:
         """Whether a bar has a place: standard error is a terminal, and not to be quiet."""
         return not self._quiet and sys.stderr is not None and sys.stderr.isatty()
 
-    def draw(self, total: int | None, done: int) -> None:
+    def draw(self, total: int | None, done: int, unit: str = " lines") -> None:
         """Show a bar: lines done, of how many if that is known, their rate and the time that is left.
 
         Parameters
@@ -51,21 +53,24 @@ class Console:
         total : int or None
         done : int
             Lines that were done before; they do not count for the rate.
+        unit : str
+            What is counted, if not lines. Bytes, ``"B"``, are shown in thousands, millions and so on.
         """
         self._bar = tqdm(
             total=total,
             initial=done,
-            unit=" lines",
+            unit=unit,
+            unit_scale=unit == BYTES,
             file=sys.stderr,
             **_size(),
             miniters=1,  # look at the clock at every line: their times differ too much to skip any
             delay=_SECONDS_BEFORE_IT_SHOWS if total is None else 0,
         )
 
-    def advance(self) -> None:
-        """Count one line."""
+    def advance(self, count: int = 1) -> None:
+        """Count one line, or as many."""
         if self._bar is not None:
-            self._bar.update()
+            self._bar.update(count)
 
     def note(self, message: str) -> None:
         """Say something worth knowing."""

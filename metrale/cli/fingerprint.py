@@ -16,7 +16,7 @@ from metrale.nllb.config import CONFIG_FILE, GENERATION_FILE
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import MODEL_FILE
 
-_WEIGHTS: Final = "*.safetensors*"  # their index as well
+_WEIGHTS: Final = ("*.safetensors*", "pytorch_model*.bin*")  # their indices as well
 _END_BYTES: Final = 1 << 20
 """Of each file, its size and so many bytes at its beginning and its end count: other weights differ there, too."""
 
@@ -62,8 +62,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
+    weights = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
     named = [folder / name for name in (CONFIG_FILE, GENERATION_FILE, MODEL_FILE)]
-    yield from (path for path in [*named, *sorted(folder.glob(_WEIGHTS))] if path.is_file())
+    yield from (path for path in [*named, *weights] if path.is_file())
 
 
 def _digest(path: Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_runtime import dtypes
-from metrale.checkpoint import open_checkpoint
+from metrale.checkpoint import FLOAT_DTYPES, open_checkpoint
 from metrale.cli.console import Console
 from metrale.cli.failure import DONE
 from metrale.cli.model_options import add_model_arguments, choose_model, device_of, limits_of
@@ -67,7 +67,7 @@ def gather(path: Path, device: str, dtype: str, limits: dict[str, int]) -> dict[
     return {
         "model": str(path),
         "parameters": sum(math.prod(shape) for shape in weights.shapes.values()),
-        "stored_dtypes": sorted(dtypes.long_name(name) for name in weights.dtypes),
+        "stored_dtypes": sorted(str(FLOAT_DTYPES[name]) for name in weights.dtypes),
         "vocabulary": {"rows": weights.vocab_size, "tokenizer_entries": None if tokenizer is None else len(tokenizer)},
         "languages": None if tokenizer is None else len(tokenizer.languages),
         "config": asdict(config),

@@ -38,7 +38,11 @@ IGNORED_NAMES = frozenset(
 
 _BARE_PREFIXES = ("shared.", "encoder.", "decoder.")
 _COMPARE_BYTES = 16 << 20
-_BITS: Mapping[int, np.dtype[Any]] = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+_BITS: Mapping[int, np.dtype[Any]] = {
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+    8: np.dtype(np.uint64),
+}
 
 
 class Affine(NamedTuple):
@@ -169,7 +173,7 @@ class WeightMap:
     shapes : mapping of str to tuple of int
         The shape of every canonical name.
     dtypes : frozenset of str
-        The dtypes in which they are stored, ``"f32"``, ``"f16"`` or ``"bf16"``; one checkpoint may mix them.
+        The dtypes in which they are stored, names of `metrale.checkpoint.FLOAT_DTYPES`; one checkpoint may mix them.
     """
 
     vocab_size: int

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from metrale.checkpoint import FLOAT_DTYPES, convert
+from metrale.checkpoint.convert import TARGETS
 from metrale.errors import CheckpointError, InvalidInput
 
 
@@ -67,6 +68,29 @@ def test_f32_rounds_to_the_nearest_and_ties_to_even(dtype: str, largest: float) 
     np.testing.assert_array_equal(np.signbit(got.astype(np.float32)), np.signbit(values))
 
 
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_f64_is_rounded_once(dtype: str) -> None:
+    """Values beside a tie by less than float32 can tell: rounded to float32 first, they would become the tie."""
+    with np.errstate(invalid="ignore"):  # some of the NaNs are signalling
+        grid = fitting(every_value(dtype), 6e4).astype(np.float64)
+    grid = np.sort(grid[np.isfinite(grid)])
+    halfway = (grid[:-1] + grid[1:]) / 2
+    near = [halfway * (1 + sign * step) for sign in (-1, 1) for step in (2.0**-52, 2.0**-40, 2.0**-26, 2.0**-23)]
+    values = np.concatenate([grid, halfway, *near, [1e-300, -1e-300, 5e-324]])
+    got = convert(values, dtype)
+    np.testing.assert_array_equal(got.astype(np.float64), nearest_even(values, dtype).astype(np.float64))
+    np.testing.assert_array_equal(np.signbit(got.astype(np.float32)), np.signbit(values))
+
+
+def test_f64_rounds_to_f32() -> None:
+    values = np.array([1 + 2.0**-24, 1 + 2.0**-24 + 2.0**-50, 1 + 3 * 2.0**-24, -(2.0**-150), -(2.0**-149)])
+    expected = np.array([1, 1 + 2.0**-23, 1 + 2.0**-22, -0.0, -(2.0**-149)])
+    got = convert(values, "f32")
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got.astype(np.float64), expected)
+    assert np.signbit(got[3])
+
+
 @pytest.mark.parametrize(("source", "target"), [("f16", "bf16"), ("bf16", "f16")])
 def test_between_the_sixteen_bit_formats_there_is_one_rounding(source: str, target: str) -> None:
     values = fitting(every_value(source), 65504.0)
@@ -89,6 +113,9 @@ def test_the_same_dtype_is_the_same_array() -> None:
         (-1e38, "f32", "f16"),
         (65536.0, "bf16", "f16"),
         (3.4e38, "f32", "bf16"),
+        (3.4e38, "f64", "bf16"),
+        (3.402823567797337e38, "f64", "f32"),  # more than half a step above the largest float32
+        (-65520.0, "f64", "f16"),
     ],
 )
 def test_overflow_is_an_error_that_names_the_tensor(value: float, source: str, target: str) -> None:
@@ -104,7 +131,7 @@ def test_the_largest_fitting_value_infinities_and_nans_pass() -> None:
 
 
 @pytest.mark.parametrize("source", list(FLOAT_DTYPES))
-@pytest.mark.parametrize("target", list(FLOAT_DTYPES))
+@pytest.mark.parametrize("target", TARGETS)
 def test_into_an_array_that_is_given(source: str, target: str) -> None:
     """More than two blocks, the last one short; NaNs and infinities come through. The input is left alone."""
     values = np.random.default_rng(8).standard_normal((3, 50_001)).astype(FLOAT_DTYPES[source])
@@ -125,7 +152,8 @@ def test_into_an_array_that_is_given(source: str, target: str) -> None:
 
 @pytest.mark.parametrize("place", [0, 65_535, 65_536, 131_072, 140_000])
 @pytest.mark.parametrize(
-    ("value", "source", "target"), [(-1e6, "f32", "f16"), (-3.4e38, "f32", "bf16"), (1e6, "bf16", "f16")]
+    ("value", "source", "target"),
+    [(-1e6, "f32", "f16"), (-3.4e38, "f32", "bf16"), (1e6, "bf16", "f16"), (1e39, "f64", "f32")],
 )
 def test_overflow_is_found_in_every_block(place: int, value: float, source: str, target: str) -> None:
     values = np.zeros(140_001, FLOAT_DTYPES[source])
@@ -147,6 +175,6 @@ def test_an_array_that_does_not_fit_is_refused(out: NDArray[Any]) -> None:
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(InvalidInput, match="dtype: expected one of f32, f16, bf16, got f64"):
         convert(np.ones(1, np.float32), "f64")
-    for dtype in (np.float64, np.int8, ml_dtypes.float8_e4m3fn):
+    for dtype in (np.longdouble, np.int8, ml_dtypes.float8_e4m3fn):
         with pytest.raises(InvalidInput, match="array: expected"):
             convert(np.ones(1, dtype), "f32")

@@ -7,14 +7,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from tests.checkpoint.torch_files import Storage, Tensor, write_sparse_bin
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from Linux's /proc")
 
 ROWS, COLUMNS = 102_400, 1024  # 400 MiB of float32
 LIMIT = 200 << 20
+HOLE = Storage(np.zeros(0, np.float32), claimed=ROWS * COLUMNS)
 
 CHILD = """
 import resource, sys
@@ -40,7 +45,7 @@ print(rows, grown)
 """
 
 
-def write_sparse_checkpoint(folder: Path) -> None:
+def write_safetensors(folder: Path) -> None:
     """A checkpoint of zeros that takes no room on the disk: a header and a hole."""
     size = ROWS * COLUMNS * 4
     header = json.dumps({"w": {"dtype": "F32", "shape": [ROWS, COLUMNS], "data_offsets": [0, size]}}).encode()
@@ -56,8 +61,18 @@ def run_child(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root, check=False)
 
 
-def test_chunks_of_a_large_tensor_stay_within_the_limit(tmp_path: Path) -> None:
-    write_sparse_checkpoint(tmp_path)
+def write_bin_by_rows(folder: Path) -> None:
+    write_sparse_bin(folder / "pytorch_model.bin", {"w": Tensor(HOLE, (ROWS, COLUMNS), (COLUMNS, 1))}, HOLE)
+
+
+def write_bin_by_columns(folder: Path) -> None:
+    """Each row is spread over the whole file."""
+    write_sparse_bin(folder / "pytorch_model.bin", {"w": Tensor(HOLE, (ROWS, COLUMNS), (1, ROWS))}, HOLE)
+
+
+@pytest.mark.parametrize("write", [write_safetensors, write_bin_by_rows, write_bin_by_columns])
+def test_chunks_of_a_large_tensor_stay_within_the_limit(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path)
     result = run_child(tmp_path, "chunked")
     assert result.returncode == 0, result.stderr
     rows, grown = map(int, result.stdout.split())
@@ -66,8 +81,9 @@ def test_chunks_of_a_large_tensor_stay_within_the_limit(tmp_path: Path) -> None:
     assert 60 << 20 < grown < LIMIT
 
 
-def test_the_limit_would_catch_a_copy_of_the_whole_tensor(tmp_path: Path) -> None:
-    write_sparse_checkpoint(tmp_path)
+@pytest.mark.parametrize("write", [write_safetensors, write_bin_by_rows])
+def test_the_limit_would_catch_a_copy_of_the_whole_tensor(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path)
     result = run_child(tmp_path, "whole")
     assert result.returncode != 0
     assert "MemoryError" in result.stderr

@@ -185,14 +185,14 @@ def test_every_fault_is_listed_in_one_error(tmp_path: Path) -> None:
     del arrays["model.decoder.layer_norm.weight"]
     arrays["model.encoder.layers.1.fc1.weight"] = np.zeros((5, 4), np.float32)
     arrays["model.decoder.layers.0.fc2.bias"] = np.zeros((4, 1), np.float32)
-    arrays["model.decoder.layers.1.fc2.bias"] = np.zeros(4, np.float64)
+    arrays["model.decoder.layers.1.fc2.bias"] = np.zeros(4, np.int32)
     arrays["model.decoder.layers.3.fc2.bias"] = np.zeros(4, np.float32)
     arrays["model.lm_head.bias\n"] = np.zeros(4, np.float32)
     assert problems(tmp_path, arrays) == [
         "missing tensor 'model.decoder.layer_norm.weight'",
         "missing tensor 'model.encoder.layers.0.self_attn.q_proj.bias'",
         "tensor 'model.decoder.layers.0.fc2.bias': shape [4, 1], expected [4] by the configuration",
-        "tensor 'model.decoder.layers.1.fc2.bias': dtype f64, expected one of f32, f16, bf16",
+        "tensor 'model.decoder.layers.1.fc2.bias': dtype i32, expected one of f32, f16, bf16, f64",
         "tensor 'model.encoder.layers.1.fc1.weight': shape [5, 4], expected [6, 4] by the configuration",
         "unknown tensor 'model.decoder.layers.3.fc2.bias'",
         "unknown tensor 'model.lm_head.bias\\n'",
