@@ -22,6 +22,7 @@ def require_path(argument: str, value: object) -> str:
         raise InvalidInput(argument, "the path of a folder", told(value))
     return path
 
+
 _LFS_POINTER = b"version https://git-lfs"
 
 

@@ -17,6 +17,7 @@ from tests.hostile import (
     place_cases,
     text_cases,
     tokenizer_cases,
+    torch_cases,
     weight_cases,
 )
 from tests.hostile.case import Case
@@ -31,6 +32,7 @@ GENERATORS: Final[tuple[ModuleType, ...]] = (
     place_cases,
     text_cases,
     tokenizer_cases,
+    torch_cases,
     weight_cases,
 )
 
