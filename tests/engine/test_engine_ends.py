@@ -47,7 +47,8 @@ def test_close_is_heard_between_a_turn_and_the_rest_after_it(model: NllbModel, d
     """The call that ends a rest may come when there is none: the next turn takes it, and no other one comes."""
     engine = Engine(model)
     worker = engine._worker
-    turn, calls = worker._turn, []
+    turn = worker._turn
+    calls: list[None] = []
 
     def closed_as_it_begins() -> bool:
         if not calls:

@@ -31,7 +31,7 @@ WRONG: Final[dict[str, dict[str, Any]]] = {
     },
     "r": {**NOT_INTEGERS, "zero": 0, "minus": -1, "null": None},
     "lora_alpha": {**NOT_NUMBERS, "null": None},
-    "use_rslora": {key: value for key, value in NOT_BOOLEANS.items()},
+    "use_rslora": NOT_BOOLEANS,
     "rank_pattern": {"list": ["fc1"], "string": "fc1", "number": 3},
     "alpha_pattern": {"list": ["fc1"], "string": "fc1", "number": 3},
     "use_dora": {"true": True, "string": "no", "number": 1},
@@ -74,7 +74,7 @@ def _fields() -> Iterator[Case]:
             yield _refused(f"{field}/{label}", {field: value}, rf"{CONFIG}: {field}: expected ")
     for pattern in ("rank_pattern", "alpha_pattern"):
         for label, expression in REGULAR.items():
-            says = rf"{CONFIG}: {pattern}: the pattern .* (is no regular expression|looks back|repeats a group|has more than)"
+            says = rf"{CONFIG}: {pattern}: the pattern .* (is no regular|looks back|repeats a group|has more than)"
             yield _refused(f"{pattern}/{label}", {pattern: {expression: 4}}, says)
         for label, value in {**NOT_NUMBERS, "null": None}.items():
             yield _refused(
@@ -88,8 +88,8 @@ def _fields() -> Iterator[Case]:
     yield Case(
         "adapter/rank_pattern/slow_names", stage.judged_adapter, _SLOW_NAMES, stage.copied("adapter", _slow_names)
     )
-    for label, changes in {"zero": {"lora_alpha": 0}, "tiny": {"lora_alpha": 1e-300}}.items():
-        build = stage.copied("adapter", set_fields(CONFIG, changes))
+    for label, alpha in {"zero": 0, "tiny": 1e-300}.items():
+        build = stage.copied("adapter", set_fields(CONFIG, {"lora_alpha": alpha}))
         run = lambda folder: stage.logits_digest(stage.folder("whole"), folder) == stage._models["pristine"]  # noqa: E731
         yield Case(f"adapter/alpha_{label}", run, Answer(True), build)
     yield _refused("alpha_overflows", {"lora_alpha": 1e300}, "its scale of .* is not finite in float32", problems=16)
@@ -124,7 +124,9 @@ def _tensors() -> Iterator[Case]:
     def put(name: str, array: Any) -> Callable[[dict[str, Any]], object]:
         return lambda tensors: tensors.update({name: np.ascontiguousarray(array)})
 
-    zeros = lambda *shape: np.zeros(shape, np.float32)  # noqa: E731
+    def zeros(*shape: int) -> Any:
+        return np.zeros(shape, np.float32)
+
     module = FC1.removeprefix("base_model.model.")
     yield case("no_b", lambda t: t.pop(f"{FC1}.lora_B.weight"), f"module '{module}': has lora_A alone")
     yield case("none", lambda t: t.clear(), f"{FILE} holds no tensors")
@@ -148,7 +150,7 @@ def _tensors() -> Iterator[Case]:
     }.items():
         yield case(f"shape_{label}", put(f"{FC1}.lora_A.weight", zeros(*shape)), f"module '{module}': ")
     for dtype in ("float64", "int32", "bool"):
-        yield case(f"dtype_{dtype}", put(f"{FC1}.lora_A.weight", np.ones((4, 16), dtype)), f"dtype .*, expected one of")
+        yield case(f"dtype_{dtype}", put(f"{FC1}.lora_A.weight", np.ones((4, 16), dtype)), "dtype .*, expected one of")
     twin = {
         f"base_model.model.{module.removeprefix('model.')}.lora_{h}.weight": s
         for h, s in (("A", zeros(4, 16)), ("B", zeros(24, 4)))

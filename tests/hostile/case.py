@@ -97,7 +97,7 @@ class Case:
     name: str
     run: Callable[[Path], object]
     expect: Answer | Refusal
-    build: Callable[[Path], None] = nothing
+    build: Callable[[Path], object] = nothing
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def _settle(place: Path) -> None:
     os.chdir(place / "home")
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(MOST_WALL_S)
-    faulthandler.dump_traceback_later(MOST_WALL_S - 2)  # where it hangs
+    faulthandler.dump_traceback_later(max(MOST_WALL_S - 2, 0.5))  # where it hangs
 
 
 def _outcome(case: Case, place: Path) -> Outcome:

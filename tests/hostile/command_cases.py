@@ -70,7 +70,7 @@ def _case(
     code: int,
     says: str,
     arguments: Callable[[Path], Sequence[str]],
-    build: Callable[[Path], None] = nothing,
+    build: Callable[[Path], object] = nothing,
     stdin: bytes = b"",
 ) -> Case:
     return Case(f"command/{name}", _told(arguments, says, stdin), Answer([code, "as it should"]), build)
@@ -79,8 +79,14 @@ def _case(
 def _folders() -> Iterator[Case]:
     damages: dict[str, tuple[Callable[[Path], object], str]] = {
         "no_config": (lambda folder: (folder / "config.json").unlink(), "config.json: there is no such file"),
-        "deep_config": (damage.of("config.json", damage.replaced(b'{"a":' * 10**5 + b"1" + b"}" * 10**5)), "nested too deeply"),
-        "wrong_config": (set_fields("config.json", {"d_model": -1, "vocab_size": "x"}), "vocab_size: expected an integer"),
+        "deep_config": (
+            damage.of("config.json", damage.replaced(b'{"a":' * 10**5 + b"1" + b"}" * 10**5)),
+            "nested too deeply",
+        ),
+        "wrong_config": (
+            set_fields("config.json", {"d_model": -1, "vocab_size": "x"}),
+            "vocab_size: expected an integer",
+        ),
         "other_model": (set_fields("config.json", {"model_type": "llama\n\x1b[31m"}), "is not supported"),
         "cut_weights": (damage.of(stage.WEIGHTS, damage.cut(-1)), "is not a complete safetensors file"),
         "no_weights": (lambda folder: (folder / stage.WEIGHTS).unlink(), "holds no weights"),
@@ -88,7 +94,7 @@ def _folders() -> Iterator[Case]:
         "other_size": (set_fields("config.json", {"decoder_layers": 1024}), "and 26588 more (--debug lists"),
         "cut_tokenizer": (damage.of(stage.SPM, damage.cut(1000)), "is not a whole SentencePiece model"),
         "cut_json": (damage.of("tokenizer.json", damage.cut(1000)), "tokenizer.json: is not valid JSON"),
-    }  # fmt: skip
+    }
     for label, (change, says) in damages.items():
         for command in ("translate", "inspect", "score"):
 
@@ -131,7 +137,7 @@ OPTIONS: Final[dict[str, tuple[list[str], str]]] = {
     "adapter": (["--adapter", "/nowhere"], "/nowhere"),
     "output": (["--output", "/nowhere/at/all"], "/nowhere"),
     "input": (["--input", "/nowhere/at/all"], "/nowhere"),
-}  # fmt: skip
+}
 
 
 def _options() -> Iterator[Case]:

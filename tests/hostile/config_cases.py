@@ -24,7 +24,7 @@ NOT_INTEGERS: Final[dict[str, Any]] = {
 NOT_BOOLEANS: Final[dict[str, Any]] = {"string": "true", "one": 1, "zero": 0, "list": [True], "object": {}}
 NOT_NUMBERS: Final[dict[str, Any]] = {"string": "1.0", "bool": True, "list": [1.0], "object": {}, "huge": 10**400}
 
-SIZES: Final = {
+SIZES: Final[dict[str, tuple[int, ...]]] = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "d_model"), (0, -1)),
     **dict.fromkeys(("encoder_layers", "decoder_layers", "encoder_ffn_dim", "decoder_ffn_dim"), (0, -1)),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), (0, -1, 3)),
@@ -33,13 +33,16 @@ SIZES: Final = {
 
 IDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id")
 BOOLEANS: Final = ("scale_embedding", "tie_word_embeddings")
-CHOICES: Final = {"activation_function": ("gelu_fast", "RELU", "", 3, None), "dtype": ("float64", "int8", "", 3, [])}
+CHOICES: Final[dict[str, tuple[Any, ...]]] = {
+    "activation_function": ("gelu_fast", "RELU", "", 3, None),
+    "dtype": ("float64", "int8", "", 3, []),
+}
 
-GENERATION_SIZES: Final = {
+GENERATION_SIZES: Final[dict[str, tuple[int, ...]]] = {
     **dict.fromkeys(("max_length", "max_new_tokens", "num_beams"), (0, -1)),
     **dict.fromkeys(("min_new_tokens", "no_repeat_ngram_size"), (-1,)),
 }
-GENERATION_NUMBERS: Final = {"length_penalty": (), "repetition_penalty": (0, -1.5)}
+GENERATION_NUMBERS: Final[dict[str, tuple[float, ...]]] = {"length_penalty": (), "repetition_penalty": (0, -1.5)}
 
 
 def set_fields(name: str, changes: Mapping[str, Any]) -> Any:
@@ -83,8 +86,8 @@ def _fields() -> Iterator[Case]:
             yield refused(config, field, label, value, says="true or false")
     for label, value in {**NOT_BOOLEANS, "sometimes": "sometimes"}.items():
         yield refused(generation, "early_stopping", label, value, says='true or false or "never"')
-    for field, values in GENERATION_NUMBERS.items():
-        for label, value in {**NOT_NUMBERS, **{str(one): one for one in values}}.items():
+    for field, numbers in GENERATION_NUMBERS.items():
+        for label, value in {**NOT_NUMBERS, **{str(one): one for one in numbers}}.items():
             yield refused(generation, field, label, value, says="a finite number")
     for field, choices in CHOICES.items():
         for choice in choices:
@@ -95,23 +98,41 @@ def _fields() -> Iterator[Case]:
     yield refused(config, "tie_word_embeddings", "false", False, says="an output head of its own is not supported")
 
 
+ODD: Final[dict[str, dict[str, Any]]] = {
+    "nothing_but_sizes": {"use_cache": None, "architectures": [], "unknown": {"deep": [1, {"a": None}]}},
+    "positions_of_one": {"max_position_embeddings": 1},
+    "most_positions": {"max_position_embeddings": 1 << 24},
+    "other_vocabulary": {"vocab_size": 8231},
+    "dtype_of_others": {"dtype": "float16"},
+    "alias_that_agrees": {"hidden_size": 16, "num_hidden_layers": 1},
+    "eos_twice": {"eos_token_id": [2, 2]},
+    "dropout_of_a_string": {"dropout": "none"},
+}
+ODD_GENERATION: Final[dict[str, dict[str, Any]]] = {
+    "nulls": dict.fromkeys((*IDS, *GENERATION_SIZES, *GENERATION_NUMBERS, "early_stopping")),
+    "most": {"max_length": 1 << 24, "max_new_tokens": 1 << 24},
+    "unknown": {"transformers_version": [], "cache_implementation": 3},
+}
+
+
 def _values() -> Iterator[Case]:
     """Values that are right by themselves, and wrong beside others; and odd ones that are right."""
     copied = stage.copied
-    for label, value in {
+    kinds: dict[str, Any] = {
         "absent": None,
         "other": "llama",
         "list": ["m2m_100"],
         "moe": "nllb-moe",
         "upper": "M2M_100",
         "long": "x" * 100_000,
-    }.items():
+    }
+    for label, value in kinds.items():
         damage = set_fields("config.json", {"model_type": value})
         expect = Refusal(
             "CheckpointError", "model_type .*is not supported, only 'm2m_100' is", path="/input", problems=1
         )
         yield Case(f"config/model_type/{label}", stage.judged, expect, copied("whole", damage))
-    for field, value, says in (
+    for field, number, says in (
         ("d_model", 32, r"shape \[8240, 16\], expected \[vocabulary, 32\] by the configuration"),
         ("d_model", 65536, r"expected \[vocabulary, 65536\] by the configuration"),
         ("encoder_layers", 2, r"missing tensor 'model\.encoder\.layers\.1\.self_attn\.q_proj\.weight'"),
@@ -124,28 +145,13 @@ def _values() -> Iterator[Case]:
         ("decoder_ffn_dim", 23, r"shape \[24, 16\], expected \[23, 16\] by the configuration"),
         ("hidden_size", 17, r"hidden_size: expected the same as d_model \(16\), got 17"),
     ):
-        damage = set_fields("config.json", {field: value})
+        damage = set_fields("config.json", {field: number})
         expect = Refusal("CheckpointError", says, path="/input")
-        yield Case(f"config/beside/{field}={value}", stage.judged, expect, copied("whole", damage))
-    for label, changes in {
-        "nothing_but_sizes": {"use_cache": None, "architectures": [], "unknown": {"deep": [1, {"a": None}]}},
-        "positions_of_one": {"max_position_embeddings": 1},
-        "most_positions": {"max_position_embeddings": 1 << 24},
-        "other_vocabulary": {"vocab_size": 8231},
-        "dtype_of_others": {"dtype": "float16"},
-        "alias_that_agrees": {"hidden_size": 16, "num_hidden_layers": 1},
-        "eos_twice": {"eos_token_id": [2, 2]},
-        "dropout_of_a_string": {"dropout": "none"},
-    }.items():
-        damage = set_fields("config.json", changes)
-        yield Case(f"config/odd/{label}", stage.judged, Answer(stage.SAME), copied("whole", damage))
-    for label, changes in {
-        "nulls": dict.fromkeys((*IDS, *GENERATION_SIZES, *GENERATION_NUMBERS, "early_stopping")),
-        "most": {"max_length": 1 << 24, "max_new_tokens": 1 << 24},
-        "unknown": {"transformers_version": [], "cache_implementation": 3},
-    }.items():
-        damage = set_fields("generation_config.json", changes)
-        yield Case(f"config/odd/generation_{label}", stage.judged, Answer(stage.SAME), copied("whole", damage))
+        yield Case(f"config/beside/{field}={number}", stage.judged, expect, copied("whole", damage))
+    for file, odd in (("config.json", ODD), ("generation_config.json", ODD_GENERATION)):
+        for label, changes in odd.items():
+            name = f"config/odd/{file.removesuffix('.json')}_{label}"
+            yield Case(name, stage.judged, Answer(stage.SAME), copied("whole", set_fields(file, changes)))
 
 
 def cases() -> Iterator[Case]:

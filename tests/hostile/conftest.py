@@ -23,7 +23,7 @@ def outcome_of(
 ) -> Iterator[Callable[[Case], Outcome]]:
     """A function that returns what became of a case. All cases that were collected run ahead of it."""
     names = [
-        item.callspec.params["case"].name
+        item.callspec.params["case"].name  # type: ignore[attr-defined]
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.originalname == "test_case"
     ]

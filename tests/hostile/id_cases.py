@@ -15,10 +15,10 @@ import metrale
 from metrale import BeamReq, FeedSource, PrefillSlice, Request, SamplingParams, ScoreReq
 from tests.backends import open_host
 from tests.hostile import stage
+from tests.hostile.calls import PROMPT, VOCAB, tiny
 from tests.hostile.case import Answer, Case, Outcome, Refusal
 from tests.hostile.child import described
 from tests.hostile.kinds import ids, made, whole
-from tests.hostile.subjects import PROMPT, VOCAB, tiny
 from tests.reference.adapters import Recipe, write_raw
 from tests.reference.tiny import tiny_config
 
@@ -108,11 +108,22 @@ SEQUENCES: Final[dict[str, tuple[Call, str]]] = {
 
 SINGLE: Final[dict[str, tuple[Call, str]]] = {
     "decode": (lambda v: _with(1, lambda m, s: _argmax(m.decode(v, s))), r"token"),
-    "feed": (lambda v: _with(1, lambda m, s: _argmax(m.decode_batch_fed([FeedSource(v)], [s]))), r"FeedSource|token|sources\[0\](\.token)?"),
-    "forced_eos_id": (lambda v: _with(1, lambda m, s: repr(m.generate_beam_batch([BeamReq([5], num_beams=2, max_new=3, forced_eos_id=v)]))), r"reqs\[0\]\.forced_eos_id"),
-    "src_lang_id": (lambda v: tiny().generate_beam_batch([BeamReq([5], v, 81, num_beams=2, max_new=3)]), r"reqs\[0\]\.src_lang_id"),
+    "feed": (
+        lambda v: _with(1, lambda m, s: _argmax(m.decode_batch_fed([FeedSource(v)], [s]))),
+        r"FeedSource|token|sources\[0\](\.token)?",
+    ),
+    "forced_eos_id": (
+        lambda v: _with(
+            1, lambda m, s: repr(m.generate_beam_batch([BeamReq([5], num_beams=2, max_new=3, forced_eos_id=v)]))
+        ),
+        r"reqs\[0\]\.forced_eos_id",
+    ),
+    "src_lang_id": (
+        lambda v: tiny().generate_beam_batch([BeamReq([5], v, 81, num_beams=2, max_new=3)]),
+        r"reqs\[0\]\.src_lang_id",
+    ),
     "default_language": (lambda v: _default_language(v), r"source"),
-}  # fmt: skip
+}
 
 
 def _default_language(given: Any) -> object:
@@ -172,7 +183,7 @@ def _spoilt(call: Callable[[Any], object]) -> Callable[[Path], object]:
     return run
 
 
-def _spoil(value: float) -> Callable[[Path], None]:
+def _spoil(value: float) -> Callable[[Path], object]:
     def damage(folder: Path) -> None:
         tensors = load_file(folder / stage.WEIGHTS)
         name = "model.encoder.layer_norm.weight"
@@ -253,7 +264,7 @@ def _not_finite() -> Iterator[Case]:
             expect,
             _spoil(1e6),
         )
-    build = lambda folder: _spoilt_adapter(folder) and None  # noqa: E731
+    build = lambda folder: _spoilt_adapter(folder)  # noqa: E731
     for name, width in (("beams", 2), ("greedy", 1)):
         call_ = lambda model, slots, width=width: model.generate_beam_batch(  # noqa: E731
             [BeamReq((5 + at, 6), num_beams=width, max_new=4, adapter_slot=slot) for at, slot in enumerate(slots)]

@@ -61,15 +61,16 @@ def _none(optional: bool) -> dict[str, Any]:
 def whole(valid: int, low: int, high: int | None = None, *, optional: bool = False) -> Kind:
     """Return the kind of an int from ``low`` to ``high``."""
     wrong = {
-        **{
-            "str": "3",
-            "bytes": b"3",
-            "bool": True,
-            "np_bool": np.True_,
-            "float": float(valid),
-            "np_float": np.float64(valid),
-        },
-        **{"nan": float("nan"), "list": [valid], "below": low - 1, "minus_huge": -HUGE},
+        "str": "3",
+        "bytes": b"3",
+        "bool": True,
+        "np_bool": np.True_,
+        "float": float(valid),
+        "np_float": np.float64(valid),
+        "nan": float("nan"),
+        "list": [valid],
+        "below": low - 1,
+        "minus_huge": -HUGE,
         **_none(optional),
         **_ANYTHING,
     }
@@ -83,7 +84,12 @@ def whole(valid: int, low: int, high: int | None = None, *, optional: bool = Fal
 def real(valid: float, below: float | None, above: float | None, *, optional: bool = False) -> Kind:
     """Return the kind of a finite number that is neither ``below`` nor ``above``."""
     wrong = {
-        **{"str": "1.0", "bool": True, "nan": float("nan"), "inf": float("inf"), "list": [valid], "huge": HUGE},
+        "str": "1.0",
+        "bool": True,
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "list": [valid],
+        "huge": HUGE,
         **_none(optional),
         **_ANYTHING,
     }
@@ -101,10 +107,23 @@ def flag(valid: bool) -> Kind:
 def ids(valid: tuple[int, ...], past: int | None, *, optional: bool = False, empty: bool = True) -> Kind:
     """Return the kind of a sequence of ids below ``past``."""
     wrong = {
-        **{"int": 5, "str": "56", "bytes": b"56", "floats": [5.0], "np_floats": np.array([5.0]), "bools": [True]},
-        **{"strings": ["5"], "negative": [-1], "nones": [None], "nested": [[5]], "array_2d": np.array([[5, 6]])},
-        **{"huge": [HUGE], "int64": [1 << 63], "object": object(), "unshown": Unshown(), "unshown_item": [Unshown()]},
-        **{"scalar_array": np.array(5)},
+        "int": 5,
+        "str": "56",
+        "bytes": b"56",
+        "floats": [5.0],
+        "np_floats": np.array([5.0]),
+        "bools": [True],
+        "strings": ["5"],
+        "negative": [-1],
+        "nones": [None],
+        "nested": [[5]],
+        "array_2d": np.array([[5, 6]]),
+        "huge": [HUGE],
+        "int64": [1 << 63],
+        "object": object(),
+        "unshown": Unshown(),
+        "unshown_item": [Unshown()],
+        "scalar_array": np.array(5),
         **_none(optional),
     }
     if past is not None:

@@ -13,8 +13,13 @@ from tests.hostile.child import described
 from tests.hostile.kinds import made
 from tests.hostile.subjects import SUBJECTS, Subject
 
-REQUIRED = {"BeamReq": ("prompt_tokens",), "ScoreReq": ("prompt_tokens", "target_tokens"), "Request": ("prompt_tokens",),
-            "PrefillSlice": ("prompt_tokens", "chunk_start", "chunk_len", "is_last_chunk"), "Engine.submit": ("request",)}  # fmt: skip
+REQUIRED = {
+    "BeamReq": ("prompt_tokens",),
+    "ScoreReq": ("prompt_tokens", "target_tokens"),
+    "Request": ("prompt_tokens",),
+    "PrefillSlice": ("prompt_tokens", "chunk_start", "chunk_len", "is_last_chunk"),
+    "Engine.submit": ("request",),
+}
 
 
 def _runner(name: str, argument: str, value: Any) -> Callable[[Path], object]:

@@ -99,15 +99,19 @@ CALLS: Final[dict[str, Callable[[Any], object]]] = {
 }
 
 
+def _call(function: Callable[[Any], object], path_of: Callable[[Path], Any]) -> Callable[[Path], object]:
+    return lambda folder: function(path_of(folder))
+
+
 def _paths() -> Iterator[Case]:
     for call, function in CALLS.items():
         for label, (path_of, says) in PATHS.items():
-            expect = Refusal("CheckpointError", says)
-            yield Case(f"places/path/{call}/{label}", lambda at, f=function, p=path_of: f(p(at)), expect)
+            refused = Refusal("CheckpointError", says)
+            yield Case(f"places/path/{call}/{label}", _call(function, path_of), refused)
         for label, wrong in WRONG_PATHS.items():
             name = r"adapters\['it'\]" if call == "adapters" else "model|path"
-            expect_wrong = Refusal("InvalidInput", "the path of a", argument=name)
-            yield Case(f"places/path/{call}/{label}", lambda at, f=function, p=wrong: f(p(at)), expect_wrong)
+            refused = Refusal("InvalidInput", "the path of a", argument=name)
+            yield Case(f"places/path/{call}/{label}", _call(function, wrong), refused)
 
 
 def cases() -> Iterator[Case]:

@@ -80,7 +80,7 @@ def folder(name: str) -> Path:
     return _place / name
 
 
-def copied(name: str, damage: Callable[[Path], object] | None = None) -> Callable[[Path], None]:
+def copied(name: str, damage: Callable[[Path], object] | None = None) -> Callable[[Path], object]:
     """Return a case's ``build``: a copy of one of the folders, which ``damage`` then changes."""
 
     def build(target: Path) -> None:

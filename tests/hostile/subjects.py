@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import cache
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
 import metrale
 from metrale import (
@@ -28,12 +26,10 @@ from metrale import (
 )
 from metrale.nllb.limits import ServingLimits
 from metrale.nllb.model import NllbModel
-from tests.backends import open_host
-from tests.hostile import kinds, stage
+from tests.hostile import calls, kinds
+from tests.hostile.calls import ADAPTERS, PROMPT, VOCAB
 from tests.hostile.kinds import Kind, choice, flag, ids, instance, real, text, whole
 
-VOCAB: Final = 97
-PROMPT: Final = (5, 6, 7)
 PAST_INT32: Final = 1 << 31
 DEMO_ROWS: Final = 8240
 LONGEST: Final = 32
@@ -73,158 +69,6 @@ class Subject:
         return names ^ {*self.kinds, *self.free}
 
 
-@cache
-def tiny() -> NllbModel:
-    """A tiny model on the checked host. It is loaded before the forks: each case has its own copy."""
-    return stage.tiny_model()
-
-
-@cache
-def demo() -> Translator:
-    """A translator of the demo model, whose engine no process has started before the forks."""
-    return stage.demo_translator()
-
-
-def prepare() -> None:
-    """Load both, in the process that forks."""
-    tiny()
-    demo()
-
-
-@contextmanager
-def _sequence() -> Iterator[SequenceState]:
-    seq = tiny().alloc_sequence()
-    try:
-        yield seq
-    finally:
-        tiny().free_sequence(seq)
-
-
-def _sampled(**fields: Any) -> object:
-    """Make sampling parameters and run a request with them."""
-    params = SamplingParams(**fields)
-    with Engine(tiny()) as engine:
-        return engine.submit(Request(PROMPT, sampling=params)).result().raise_for_error().ids
-
-
-def _requested(**fields: Any) -> object:
-    request = Request(**fields)
-    with Engine(tiny()) as engine:
-        done = engine.submit(request).result().raise_for_error()
-        return [done.ids, done.finish_reason]
-
-
-def _searched(**fields: Any) -> object:
-    fields.setdefault("max_new", 5)
-    return tiny().generate_beam_batch([BeamReq(**fields)])
-
-
-def _beams(**fields: Any) -> object:
-    return _requested(prompt_tokens=PROMPT, beams=BeamParams(**fields))
-
-
-def _scored(**fields: Any) -> object:
-    (found,) = tiny().score_targets([ScoreReq(**fields)])
-    return found.logprobs
-
-
-def _options(**fields: Any) -> object:
-    checked = TranslationOptions(**fields)
-    del checked
-    found = demo().translate("Good morning.", **fields)
-    return [found.text, found.finish_reason, found.score, len(found.hypotheses)]
-
-
-def _engine(**fields: Any) -> object:
-    if fields.get("model", None) is None:
-        fields["model"] = tiny()
-    if fields.get("clock", 0) is None:
-        del fields["clock"]
-    with Engine(**fields) as engine:
-        return engine.submit(Request(PROMPT)).result().raise_for_error().ids
-
-
-def _submitted(**fields: Any) -> object:
-    with Engine(tiny()) as engine:
-        return engine.submit(**fields).result().raise_for_error().ids
-
-
-def _loaded(**fields: Any) -> object:
-    path = fields.pop("path", stage.folder("tiny"))
-    device = fields.pop("device") if "device" in fields else open_host()
-    if fields.get("adapters") is ADAPTERS:
-        fields.pop("adapters")
-    limits = {**stage.LIMITS, "source": 80, "target": 81}
-    with closing(metrale.load(path, device, **{**limits, **fields})) as model:
-        seq = model.alloc_sequence()
-        return model.argmax_on_device(model.prefill(PROMPT, seq))
-
-
-def _planned(**fields: Any) -> object:
-    path = fields.pop("path", stage.folder("tiny"))
-    device = fields.pop("device") if "device" in fields else open_host()
-    return metrale.memory_plan(path, device, **{**stage.LIMITS, **fields}).total
-
-
-def _limited(**fields: Any) -> object:
-    return asdict(ServingLimits(**fields))
-
-
-def _state(**fields: Any) -> object:
-    """Prefill a sequence whose fields a caller has set."""
-    with _sequence() as seq:
-        for name, value in fields.items():
-            setattr(seq, name, value)
-        return tiny().argmax_on_device(tiny().prefill(PROMPT, seq))
-
-
-def _sliced(**fields: Any) -> object:
-    with _sequence() as seq:
-        if fields.get("seq", None) is None:
-            fields["seq"] = seq
-        (ptr,) = tiny().prefill_batch_chunk([PrefillSlice(**fields)])
-        return tiny().argmax_on_device(ptr)
-
-
-def _masked(**fields: Any) -> object:
-    mask, model = RowMask(**fields), tiny()
-    event = model.create_event()
-    memory = model.alloc_host_pinned(4)
-    dst = memory.array.view("int32")
-    with _sequence() as seq:
-        model.argmax_batch_to_feed(model.prefill(PROMPT, seq), [mask], dst, event)
-    model.event_synchronize(event)
-    return int(dst[0])
-
-
-def _fed(**fields: Any) -> object:
-    source = FeedSource(**fields)
-    model = tiny()
-    with _sequence() as seq:
-        model.prefill(PROMPT, seq)
-        return model.argmax_on_device(model.decode_batch_fed([source], [seq]))
-
-
-def _translated(**fields: Any) -> object:
-    found = demo().translate(**{"texts": "Good morning.", **fields})
-    return found.text if isinstance(found, metrale.Translation) else [one.text for one in found]
-
-
-def _streamed(**fields: Any) -> object:
-    with demo().stream(**{"texts": ["Good morning."], **fields}) as stream:
-        return [one.text for one in stream]
-
-
-def _checked(**fields: Any) -> object:
-    demo().check_options(**fields)
-    return None
-
-
-def _rated(**fields: Any) -> object:
-    found = demo().score(**{"sources": "Good morning.", "targets": "Bonjour.", **fields})
-    return found.score if isinstance(found, metrale.Scored) else [one.score for one in found]
-
-
 LANGUAGE: Final = text("deu_Latn", unknown="xyz_Latn", empty="", upper="DEU_LATN", long="x" * 100_000, nul="\0").but(
     "none"
 )
@@ -236,10 +80,21 @@ ADAPTER: Final = Kind(
 )
 TEXTS: Final = Kind(
     "Good morning.",
-    {"int": 3, "none": None, "bytes": b"text", "set": {"text"}, "dict": {"text": 1}, "ints": [1], "nones": [None],
-     "nested": [["text"]], "bytes_list": [b"text"], "surrogate": "a\ud800", "one_surrogate": ["fine", "\udfff"], "object": object()},
-)  # fmt: skip
-ADAPTERS: Final[dict[str, Any]] = {}
+    {
+        "int": 3,
+        "none": None,
+        "bytes": b"text",
+        "set": {"text"},
+        "dict": {"text": 1},
+        "ints": [1],
+        "nones": [None],
+        "nested": [["text"]],
+        "bytes_list": [b"text"],
+        "surrogate": "a\ud800",
+        "one_surrogate": ["fine", "\udfff"],
+        "object": object(),
+    },
+)
 
 _SAMPLING: Final[dict[str, Kind]] = {
     "temperature": real(0.5, -0.1, 1e39),
@@ -249,36 +104,54 @@ _SAMPLING: Final[dict[str, Kind]] = {
     "repetition_penalty": real(1.5, 0.0, 1e39),
     "no_repeat_ngram_size": whole(2, 0, PAST_INT32 - 1),
     "suppress_tokens": ids((5, 6), PAST_INT32),
-    "bad_words": Kind(((5, 6), (7,)), {"int": 3, "str": "5", "flat": [5], "empty": [()], "floats": [[1.5]], "negative": [[-1]],
-        "none": None, "nones": [None], "strings": ["56"], "huge": [[kinds.HUGE]], "past": [[VOCAB]]}),
+    "bad_words": Kind(
+        ((5, 6), (7,)),
+        {
+            "int": 3,
+            "str": "5",
+            "flat": [5],
+            "empty": [()],
+            "floats": [[1.5]],
+            "negative": [[-1]],
+            "none": None,
+            "nones": [None],
+            "strings": ["56"],
+            "huge": [[kinds.HUGE]],
+            "past": [[VOCAB]],
+        },
+    ),
     "eos_ids": ids((2,), PAST_INT32),
     "min_new_tokens": whole(1, 0, PAST_INT32 - 1),
     "max_new_tokens": whole(5, 1, PAST_INT32 - 1, optional=True),
     "forced_eos_id": whole(2, 0, PAST_INT32 - 1, optional=True),
     "seed": whole(7, 0, (1 << 64) - 1).but("int64").also(uint64=1 << 64),
-}  # fmt: skip
+}
 
 _LIMITS: Final[dict[str, Kind]] = {
-    "max_batch": whole(3, 1),
-    "max_source_len": whole(9, 2),
-    "max_new_tokens": whole(7, 2),
-    "max_encoder_tokens": whole(40, 12, optional=True),
-    "kv_bytes": whole(100, 1, optional=True),
+    "max_batch": whole(3, 1, PAST_INT32 - 1),
+    "max_source_len": whole(9, 2, PAST_INT32 - 1),
+    "max_new_tokens": whole(7, 2, PAST_INT32 - 1),
+    "max_encoder_tokens": whole(40, 12, PAST_INT32 - 1, optional=True),
+    "kv_bytes": whole(100, 1, (1 << 63) - 1, optional=True),
     "max_adapters": whole(1, 0, 4096),
     "max_lora_rank": whole(5, 1, 4096),
 }
 _LOADING: Final[dict[str, Kind]] = {
-    "device": choice("host", cpu="cpu", upper="HOST", cuda_minus="cuda:-1", cuda_text="cuda:x", empty="", nul="host\0", bytes=b"host").but("none"),
+    "device": choice(
+        "host", cpu="cpu", upper="HOST", cuda_minus="cuda:-1", cuda_text="cuda:x", empty="", nul="host\0", bytes=b"host"
+    ).but("none"),
     "dtype": choice("auto", short="f32", numpy="float64", upper="Float32", bytes=b"auto", unhashable={}),
     **_LIMITS,
-    "kv_bytes": whole(1 << 20, 1, optional=True),
-}  # fmt: skip
+    "kv_bytes": whole(1 << 20, 1, (1 << 63) - 1, optional=True),
+}
 
 SUBJECTS: Final[dict[str, Subject]] = {
-    "SamplingParams": Subject(SamplingParams, _sampled, _SAMPLING, named={"bad_words": r"(sampling\.)?bad_words(\[\d+\])*(: length)?"}),
+    "SamplingParams": Subject(
+        SamplingParams, calls.sampled, _SAMPLING, named={"bad_words": r"(sampling\.)?bad_words(\[\d+\])*(: length)?"}
+    ),
     "BeamParams": Subject(
         BeamParams,
-        _beams,
+        calls.beams,
         {
             "num_beams": whole(2, 1, 64).also(past_the_lanes=5),
             "length_penalty": real(1.5, -1e5, 1e5),
@@ -288,7 +161,7 @@ SUBJECTS: Final[dict[str, Subject]] = {
     ),
     "BeamReq": Subject(
         BeamReq,
-        _searched,
+        calls.searched,
         {
             "prompt_tokens": ids(PROMPT, VOCAB).also(long=[5] * 11),
             "src_lang_id": whole(80, 0, VOCAB - 1),
@@ -311,7 +184,7 @@ SUBJECTS: Final[dict[str, Subject]] = {
     ),
     "ScoreReq": Subject(
         ScoreReq,
-        _scored,
+        calls.scored,
         {
             "prompt_tokens": ids(PROMPT, VOCAB).also(long=[5] * 11),
             "target_tokens": ids((8, 9), VOCAB, empty=False).also(long=[5] * 9),
@@ -322,7 +195,7 @@ SUBJECTS: Final[dict[str, Subject]] = {
     ),
     "Request": Subject(
         Request,
-        _requested,
+        calls.requested,
         {
             "prompt_tokens": ids(PROMPT, VOCAB).also(long=[5] * 11),
             "src_lang_id": whole(80, 0, VOCAB - 1),
@@ -341,7 +214,7 @@ SUBJECTS: Final[dict[str, Subject]] = {
     ),
     "TranslationOptions": Subject(
         TranslationOptions,
-        _options,
+        calls.options,
         {
             "max_new_tokens": whole(9, 1, LONGEST, optional=True),
             "num_beams": whole(2, 1, 4),
@@ -363,7 +236,7 @@ SUBJECTS: Final[dict[str, Subject]] = {
     ),
     "Engine": Subject(
         Engine,
-        _engine,
+        calls.engine,
         {
             "model": Kind(None, {"int": 3, "str": "model", "class": NllbModel, "object": object()}),
             "max_queue": whole(3, 1),
@@ -377,7 +250,7 @@ SUBJECTS: Final[dict[str, Subject]] = {
     ),
     "Engine.submit": Subject(
         Engine.submit,
-        _submitted,
+        calls.submitted,
         {
             "request": instance(Request(PROMPT)).also(dict={"prompt_tokens": PROMPT}),
             "block": flag(True),
@@ -386,21 +259,33 @@ SUBJECTS: Final[dict[str, Subject]] = {
     ),
     "load": Subject(
         metrale.load,
-        _loaded,
+        calls.loaded,
         {
             **_LOADING,
             "max_adapters": whole(1, 0, 4096, optional=True),
-            "adapters": Kind(ADAPTERS, {"int": 3, "list": ["it"], "str": "it", "int_name": {3: "it"}, "empty_name": {"": "it"}, "no_name": {None: "it"}}),
+            "adapters": Kind(
+                ADAPTERS,
+                {
+                    "int": 3,
+                    "list": ["it"],
+                    "str": "it",
+                    "int_name": {3: "it"},
+                    "empty_name": {"": "it"},
+                    "no_name": {None: "it"},
+                },
+            ),
             "source": whole(80, 0, VOCAB - 1, optional=True),
             "target": whole(81, 0, VOCAB - 1, optional=True),
         },
         free={"path": "tests/hostile/place_cases.py"},
     ),
-    "memory_plan": Subject(metrale.memory_plan, _planned, _LOADING, free={"path": "tests/hostile/place_cases.py"}),
-    "ServingLimits": Subject(ServingLimits, _limited, {**_LIMITS, "max_encoder_tokens": whole(600, 512, optional=True)}),
+    "memory_plan": Subject(metrale.memory_plan, calls.planned, _LOADING, free={"path": "tests/hostile/place_cases.py"}),
+    "ServingLimits": Subject(
+        ServingLimits, calls.limited, {**_LIMITS, "max_encoder_tokens": whole(600, 512, PAST_INT32 - 1, optional=True)}
+    ),
     "SequenceState": Subject(
         SequenceState,
-        _state,
+        calls.state,
         {
             "src_lang_id": whole(80, 0, VOCAB - 1),
             "tgt_lang_id": whole(81, 0, VOCAB - 1),
@@ -411,7 +296,7 @@ SUBJECTS: Final[dict[str, Subject]] = {
     ),
     "PrefillSlice": Subject(
         PrefillSlice,
-        _sliced,
+        calls.sliced,
         {
             "prompt_tokens": ids(PROMPT, VOCAB).but("generator"),
             "seq": Kind(None, {"int": 3, "str": "seq", "class": SequenceState, "object": object()}),
@@ -419,20 +304,30 @@ SUBJECTS: Final[dict[str, Subject]] = {
             "chunk_len": whole(3, 3, 3),
             "is_last_chunk": flag(True).but("one"),
         },
-        named={"chunk_start": r"streams\[0\]: \w+", "chunk_len": r"streams\[0\]: \w+", "is_last_chunk": r"streams\[0\]: \w+",
-               "prompt_tokens": r"streams\[0\](\[\d+\]|: chunk)?", "seq": "seq"},
+        named={
+            "chunk_start": r"streams\[0\]: \w+",
+            "chunk_len": r"streams\[0\]: \w+",
+            "is_last_chunk": r"streams\[0\]: \w+",
+            "prompt_tokens": r"streams\[0\](\[\d+\]|: chunk)?",
+            "seq": "seq",
+        },
     ),
-    "RowMask": Subject(RowMask, _masked, {"banned": ids((5, 6), VOCAB).also(three=[5, 6, 7])}, named={"banned": r"(masks\[0\]\.)?banned(\[\d\])?"}),
+    "RowMask": Subject(
+        RowMask,
+        calls.masked,
+        {"banned": ids((5, 6), VOCAB).also(three=[5, 6, 7])},
+        named={"banned": r"(masks\[0\]\.)?banned(\[\d\])?"},
+    ),
     "FeedSource": Subject(
         FeedSource,
-        _fed,
+        calls.fed,
         {"token": whole(9, 0, VOCAB - 1, optional=True).but("none")},
         free={"from_row": "a row of an earlier call", "sampled": "of an earlier call"},
         named={"token": r"FeedSource|sources\[0\](\.token)?|token"},
     ),
     "Translator.translate": Subject(
         Translator.translate,
-        _translated,
+        calls.translated,
         {
             "texts": TEXTS,
             "source": EACH_LANGUAGE,
@@ -444,7 +339,7 @@ SUBJECTS: Final[dict[str, Subject]] = {
     ),
     "Translator.stream": Subject(
         Translator.stream,
-        _streamed,
+        calls.streamed,
         {
             "texts": dataclasses.replace(TEXTS.also(str="text"), valid=["Good morning."]),
             "source": LANGUAGE,
@@ -457,12 +352,12 @@ SUBJECTS: Final[dict[str, Subject]] = {
     ),
     "Translator.check_options": Subject(
         Translator.check_options,
-        _checked,
+        calls.checked,
         {"source": LANGUAGE, "target": LANGUAGE, "target_prefix": ONE_PREFIX, "adapter": ADAPTER},
     ),
     "Translator.score": Subject(
         Translator.score,
-        _rated,
+        calls.rated,
         {
             "sources": TEXTS.but("ints", "nones", "nested", "bytes_list", "one_surrogate").also(too_many=["a", "b"]),
             "targets": TEXTS.also(long="word " * 200, too_many=["a", "b"]),
@@ -473,17 +368,25 @@ SUBJECTS: Final[dict[str, Subject]] = {
         },
         named={"sources": r"sources(\[\d+\])?|targets"},
     ),
-}  # fmt: skip
+}
 """The calls by name."""
 
 NO_INPUT: Final = frozenset(
     {
         *("Generated", "Hypothesis", "MixedBatchResult", "MixedForwardResult", "Scored", "ScoredTarget", "Translation"),
         *("TranslationHypothesis", "TranslationStream", "RequestHandle", "EngineStats"),  # what calls return
-        *("CheckpointError", "EngineClosed", "EngineError", "InvalidInput", "MetraleError", "NoFreeSlot", "NonFiniteLogits"),
+        *(
+            "CheckpointError",
+            "EngineClosed",
+            "EngineError",
+            "InvalidInput",
+            "MetraleError",
+            "NoFreeSlot",
+            "NonFiniteLogits",
+        ),
         *("NotSupported", "QueueFull", "RequestFailed", "SequenceError", "UnknownLanguage"),  # what they raise
         *("Model", "demo_model_path"),  # an interface, and a call without arguments
         "Translator",  # load's arguments
     }
-)  # fmt: skip
+)
 """Public names that take nothing from outside."""

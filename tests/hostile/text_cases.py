@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from metrale import Translation
+from tests.hostile.calls import demo
 from tests.hostile.case import Answer, Case, Refusal
-from tests.hostile.subjects import DEMO_ROWS, demo
+from tests.hostile.subjects import DEMO_ROWS
 
 BLANKS: Final = "".join(
     chr(code)
@@ -44,7 +45,9 @@ ODD: Final[dict[str, str]] = {
     "private_use": "\ue000\U000f0000\U0010fffd",
     "replacement": "\ufffd" * 20,
     "unassigned": "\u0378\u0379\U0003ffff",
-    "every_plane": "".join(chr(plane << 16 | 0x1234) for plane in range(17) if not 0xD800 <= plane << 16 | 0x1234 < 0xE000),
+    "every_plane": "".join(
+        chr(plane << 16 | 0x1234) for plane in range(17) if not 0xD800 <= plane << 16 | 0x1234 < 0xE000
+    ),
     "specials": "<s> </s> <pad> <unk> <mask> eng_Latn fra_Latn __en__ ▁ ▁▁",
     "eos_alone": "</s>",
     "language_alone": "fra_Latn",
@@ -61,7 +64,7 @@ ODD: Final[dict[str, str]] = {
     "long_emoji": "👍🏽" * 25_000,
     "long_combining": "e" + "\u0301" * 50_000,
     "long_arabic_ligature": "\ufdfa" * 30_000,
-}  # fmt: skip
+}
 """Texts that must be translated, however little sense that makes, by the name of what is odd about them."""
 
 

@@ -81,7 +81,8 @@ def _headers() -> Iterator[Case]:
         (1 << 64) - 1,
     ):
         yield _raw(f"length_{claimed}", assembled(HEADER, DATA, claimed))
-    a, start, stop = HEADER["a"], *HEADER["a"]["data_offsets"]
+    a: dict[str, Any] = HEADER["a"]
+    start, stop = a["data_offsets"]
     wrong: dict[str, list[Any]] = {
         "dtype": ["F31", "f32", "", None, 32, ["F32"], "F64", "F16", "C64", "F4", "F8_E4M3"],
         "shape": [
@@ -198,7 +199,7 @@ def _bombs() -> Iterator[Case]:
 
 
 def _flips() -> Iterator[Case]:
-    """Bits turned over in the header, of which the judge says what it is then; and in the data, which are data still."""
+    """Bits turned over in the header, of which the judge says what it is then, and in the data, which stay data."""
     length = len(SOUND) - len(DATA)
     for seed in range(60):
         draw = random.Random(seed)
@@ -218,7 +219,7 @@ _NORM: Final = "model.encoder.layer_norm.bias"
 _FC1: Final = "model.encoder.layers.0.fc1.weight"
 
 
-def _with(change: Callable[[Arrays], object]) -> Callable[[Path], None]:
+def _with(change: Callable[[Arrays], object]) -> Callable[[Path], object]:
     """Return a build that saves the pristine tensors after ``change``."""
 
     def damage(folder: Path) -> None:

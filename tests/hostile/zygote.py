@@ -40,6 +40,17 @@ def serve(cases: dict[str, Case], names: list[str], place: Path, workers: int) -
         print(json.dumps({"name": name, "outcome": asdict(outcome)}), flush=True)
 
 
+def run_one(case: Case, place: Path) -> Outcome:
+    """Run one case in a fork of this process, which may have other threads as long as the case needs none of them."""
+    folder = place / "one"
+    folder.mkdir()
+    pid = _fork(case, folder)
+    _, status = os.waitpid(pid, 0)
+    outcome = _collect(folder, os.waitstatus_to_exitcode(status))
+    shutil.rmtree(folder)
+    return outcome
+
+
 def _fork(case: Case, folder: Path) -> int:
     pid = os.fork()
     if pid:
@@ -62,10 +73,10 @@ def main(place: Path) -> None:
     """Serve what standard input asks for, in a folder for the files of all cases."""
     os.environ["METRALE_DEVICE"] = "host"
     names = json.loads(sys.stdin.readline())
-    from tests.hostile import catalogue, stage, subjects
+    from tests.hostile import calls, catalogue, stage
 
     stage.prepare(place)
-    subjects.prepare()
+    calls.prepare()
     os.mkdir(place / "cases")
     workers = len(os.sched_getaffinity(0))
     serve({case.name: case for case in catalogue.cases()}, names, place / "cases", workers)

@@ -54,12 +54,6 @@ ENGINE_MUTANTS: list[Mutant] = [
         ("take_beams(lane.seq)\n        except Exception as", "take_beams(lane.seq)\n        except KeyError as"),
     ),
     *rules(
-        "hostile input",
-        "metrale.engine.worker",
-        ("tests/engine/test_engine_ends.py",),
-        ("if not self._turn() and not self._is_over():", "if not self._turn():"),
-    ),
-    *rules(
         "lanes by width",
         "metrale.engine.worker",
         _WIDTHS,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from tests.mutation.adapter_mutants import ADAPTER_MUTANTS
 from tests.mutation.engine_mutants import ENGINE_MUTANTS
+from tests.mutation.hostile_mutants import HOSTILE_MUTANTS
 from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
 from tests.mutation.search_mutants import SEARCH_MUTANTS
@@ -299,4 +300,5 @@ MODEL_MUTANTS: list[Mutant] = [
     *SEARCH_MUTANTS,
     *ADAPTER_MUTANTS,
     *ENGINE_MUTANTS,
+    *HOSTILE_MUTANTS,
 ]
