@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -149,7 +150,7 @@ class Engine:
         """
         block = flag("block", block)
         if timeout is not None:
-            timeout = real("timeout", timeout, 0.0, threading.TIMEOUT_MAX, _SECONDS)
+            timeout = real("timeout", timeout, 0.0, math.inf, "a finite number of seconds, 0 at least, or None")
         handle = self._handle(request)
         if not handle.done:
             may_wait = block and threading.current_thread() is not self._thread

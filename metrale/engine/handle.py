@@ -169,8 +169,7 @@ class RequestHandle:
             When it is called on the engine's own thread, in a callback, before the request has ended.
         """
         if timeout is not None:
-            expected = f"seconds from 0 to {threading.TIMEOUT_MAX:.0f}, or None"
-            timeout = real("timeout", timeout, 0.0, threading.TIMEOUT_MAX, expected)
+            timeout = real("timeout", timeout, -math.inf, math.inf, "a finite number of seconds, or None")
         if self._reason is None:
             self._wait(None, timeout)
             if self._reason is None:

@@ -37,7 +37,7 @@ def test_inputs_of_a_seed(name: str, tmp_path: Path) -> None:
 
 
 FAULTS: dict[str, tuple[str, str, Callable[..., object]]] = {
-    "another exception": ("config", "tests.fuzz.targets.NllbConfig.from_dir", lambda path: {}["missing"]),
+    "another exception": ("config", "tests.fuzz.targets.NllbConfig.from_dir", lambda path: _raise(KeyError("missing"))),
     "no reason": ("torch", "tests.fuzz.targets.open_checkpoint", lambda path: _raise(CheckpointError(path, []))),
     "another place": ("torch", "tests.fuzz.targets.open_checkpoint", lambda path: _raise(CheckpointError("/x", "y"))),
     "a long message": (
@@ -76,7 +76,7 @@ def test_a_finding_is_run_again_from_its_file(tmp_path: Path, monkeypatch: pytes
     assert replay("config", path) == 0
     path.write_bytes(b"[" + BETWEEN)
     assert replay("config", path) == 0, "it is refused, as it should be"
-    monkeypatch.setattr("tests.fuzz.targets.NllbConfig.from_dir", lambda path: {}["missing"])
+    monkeypatch.setattr("tests.fuzz.targets.NllbConfig.from_dir", lambda path: _raise(KeyError("missing")))
     assert replay("config", path) == 1
 
 

@@ -38,6 +38,7 @@ def _loaded(options: dict[str, Any]) -> Callable[[Path], object]:
                 metrale.load(stage.folder("tiny"), gpu, **{**stage.LIMITS, **options}).close()
             finally:
                 assert gpu.live_alloc_count() == 0
+        return "loaded"
 
     return run
 

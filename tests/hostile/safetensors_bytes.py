@@ -26,7 +26,7 @@ BITS: Final = {
     "BOOL": 8,
     "C64": 64,
 }
-READ: Final = ("F32", "F16", "BF16")
+READ: Final = ("F64", "F32", "F16", "BF16")
 
 
 def assembled(header: Any, data: bytes, length: int | None = None) -> bytes:
