@@ -257,6 +257,11 @@ class CudaMemory:
             self.generation += 1
             self.reclaim()
 
+    def is_pinned(self, address: int) -> bool:
+        """Return whether ``address`` lies in page-locked memory that has not been given up."""
+        with self._lock:
+            return self.pinned.find(address) is not None
+
     def holder(self, address: int) -> Allocation | None:
         """Return the live block, or the page-locked memory, that contains ``address``; None for foreign memory.
 

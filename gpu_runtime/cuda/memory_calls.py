@@ -168,7 +168,8 @@ class MemoryCalls(StreamCalls):
         """Enqueue a copy; ``keep`` lives until it is done."""
         if size:
             self._context.call_relaxed(runtime.memcpyAsync, dst, src, size, runtime.memcpyDefault, on)
-            self._streams.note(on, stream, keep)
+            locked = keep is not None and self._memory.is_pinned(_address(keep))
+            self._streams.note(on, stream, keep, locked=locked)
 
     def _about_to(self, kind: Any, name: str, nbytes: int, stream: StreamLike, tag: str) -> int:
         """Return the handle of the stream that a copy or memset goes to, once faults and traces have heard of it."""

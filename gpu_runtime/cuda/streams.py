@@ -175,10 +175,14 @@ class Streams:
 
     # how far streams have got
 
-    def note(self, handle: int, stream: StreamLike, keep: Any = None) -> None:
-        """Note that work was put on a stream; ``keep``, and a stream that is an object, live until it is done."""
+    def note(self, handle: int, stream: StreamLike, keep: Any = None, *, locked: bool = False) -> None:
+        """Note that work was put on a stream; ``keep``, and a stream that is an object, live until it is done.
+
+        ``locked`` says that ``keep`` is page-locked memory of this backend. To give that back waits for work of our own
+        streams anyway, so a mark for it, which takes longer than a copy, is set only where there is more to know.
+        """
         own = handle in self.own
-        if own and keep is None:
+        if own and (keep is None or (locked and not self.is_capturing(handle))):
             return
         done: list[Any] = []
         try:

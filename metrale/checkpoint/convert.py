@@ -98,7 +98,7 @@ def _rounded_to_odd(values: NDArray[Any]) -> NDArray[np.float32]:
     """
     near = values.astype(np.float32)
     back = near.astype(np.float64)
-    between = (back != values) & ~np.isnan(values)
+    between = back != values  # also of a NaN, which stays one with an odd last bit
     bits = near.view(np.uint32)
     bits -= between & (np.abs(back) > np.abs(values))  # the neighbour that is nearer to zero
     bits |= between

@@ -10,13 +10,14 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from metrale.checkpoint import safetensors_file, torch_file
 from metrale.checkpoint.paths import require_folder
 from metrale.checkpoint.safetensors_file import SafetensorsFile
 from metrale.checkpoint.shards import open_shards
-from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorFile, TensorInfo
+from metrale.checkpoint.tensor import FLOAT_DTYPES, Reader, TensorFile, TensorInfo
 from metrale.checkpoint.torch_file import TorchFile
 from metrale.errors import CheckpointError, InvalidInput
 
@@ -68,7 +69,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Unmap the files. Arrays that were read stay valid; further calls do nothing."""
+        """Close the files. Arrays that were read stay valid; further calls do nothing."""
         self._closed = True
         for file in self._files:
             file.close()
@@ -94,9 +95,38 @@ class Checkpoint:
             raise InvalidInput("start, stop", f"0 <= start <= stop <= {info.rows} for {name!r}", f"{start}, {stop}")
         if not info.shape and start == stop:
             raise InvalidInput("start, stop", f"0, 1 for the scalar {name!r}", f"{start}, {stop}")
-        rows = self._file_of[name].read_rows(name, start, stop)
+        rows: NDArray[Any] = np.empty((stop - start, *info.shape[1:]) if info.shape else (), FLOAT_DTYPES[info.dtype])
+        self._file_of[name].reader(name)(start * info.row_elements, rows.reshape(-1))
         rows.setflags(write=False)
         return rows
+
+    def reader(self, name: str) -> Reader:
+        """Return what reads elements of a tensor, in C order, into an array that is there already.
+
+        ``read(start, out)`` fills ``out``, one contiguous axis of the stored dtype, with elements ``start`` to
+        ``start + len(out)``. Any thread may call it, also several at a time; the GIL is released while the file is
+        read. It raises InvalidInput when the elements are not all in the tensor or ``out`` is another array, and
+        CheckpointError when the file is not what it was any more, or the checkpoint is closed; what ``out`` holds then
+        is unspecified.
+
+        Raises
+        ------
+        InvalidInput
+            When there is no such tensor.
+        CheckpointError
+            When the dtype cannot be read, or the checkpoint is closed.
+        """
+        info = self._readable(name)
+        count, dtype, read = info.rows * info.row_elements, FLOAT_DTYPES[info.dtype], self._file_of[name].reader(name)
+
+        def read_checked(start: int, out: NDArray[Any]) -> None:
+            if not 0 <= start <= start + len(out) <= count:
+                raise InvalidInput("start", f"a range inside the {count} elements of {name!r}", f"{start}, {len(out)}")
+            if out.dtype != dtype or out.ndim != 1 or not out.flags.c_contiguous:
+                raise InvalidInput("out", f"one contiguous axis of {dtype}", f"{out.dtype} {out.shape}")
+            read(start, out)
+
+        return read_checked
 
     def iter_chunks(self, name: str, max_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield a tensor as ``(first_row, rows)``, in order, each chunk of at most ``max_bytes`` or of one row.

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-MAX_STEPS: Final = 1_000_000
+MAX_STEPS: Final = 500_000
 """Most opcodes of one pickle. A tensor takes about 25."""
 
 _LONGEST_NAME: Final = 200

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""One safetensors file, memory-mapped, read by rows.
+"""One safetensors file, read by rows.
 
-The ``safetensors`` library parses and checks the header and maps the file; a slice copies only the rows asked for, in
-bfloat16 too, so nothing here maps memory itself. bfloat16 reaches NumPy through ``ml_dtypes``. Checked with versions
-0.4.5, 0.5.3, 0.6.2, 0.7.0 and 0.8.0 of the library: 0.4.5 is the oldest one to use. From 0.5 on it refuses slices of an
-empty tensor and in 0.8 any slice of a scalar, so both are read without slicing.
+The ``safetensors`` library parses and checks the header. The format leaves no holes, so where a tensor's data are
+follows from the order in which the library gives the names; they are read from there directly, by any thread, into
+memory that is there already. bfloat16 reaches NumPy through ``ml_dtypes``.
 """
 
 from __future__ import annotations
@@ -15,17 +14,24 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from metrale.checkpoint.file_bytes import FileBytes
 from metrale.checkpoint.paths import is_lfs_pointer, require_file
-from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
+from metrale.checkpoint.tensor import FLOAT_DTYPES, Reader, TensorInfo
 from metrale.errors import CheckpointError
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
 
-_HEAD_BYTES = 64
+_HEAD_BYTES: Final = 64
+
+_BITS: Final = (
+    {"bool": 8, "u8": 8, "i8": 8, "u16": 16, "i16": 16, "f16": 16, "bf16": 16, "u32": 32, "i32": 32, "f32": 32}
+    | {"u64": 64, "i64": 64, "f64": 64, "c64": 64, "f4": 4, "f6_e2m3": 6, "f6_e3m2": 6}
+    | {"f8_e4m3": 8, "f8_e5m2": 8, "f8_e8m0": 8, "f8_e4m3fnuz": 8, "f8_e5m2fnuz": 8}
+)
+"""Bits of an element of every dtype of the format."""
 
 _MOST_HEADER: Final = 8 << 20
 """Bytes of a header that is read: some 70,000 tensors. The library would take a hundred megabytes, with a million."""
@@ -37,7 +43,7 @@ class SafetensorsFile:
     Parameters
     ----------
     path : Path
-        The file. It must keep its length while it is open: it is mapped.
+        The file.
 
     Raises
     ------
@@ -50,39 +56,49 @@ class SafetensorsFile:
         require_file(path)
         try:
             _refuse_large_header(path)
-            self._handle = cast("Any", safe_open(path, framework="numpy"))  # the library's methods are not annotated
-            names: list[str] = list(self._handle.keys())
+            with cast("Any", safe_open(path, framework="numpy")) as handle:  # its methods are not annotated
+                infos = [_describe(handle, name) for name in handle.offset_keys()]
         except SafetensorError as error:
             raise CheckpointError(path, _why_unreadable(path, error)) from error
         except OSError as error:
             raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from error
-        self._tensors = {name: self._describe(name) for name in names}
-
-    def _describe(self, name: str) -> TensorInfo:
-        header = self._handle.get_slice(name)
-        return TensorInfo(name, tuple(header.get_shape()), str(header.get_dtype()).lower())
+        self._tensors = {info.name: info for info in infos}
+        self._bytes = FileBytes(path)
+        self._offsets = _offsets(path, infos)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor of the file by name."""
         return MappingProxyType(self._tensors)
 
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Copy rows ``[start, stop)`` of a tensor of a readable dtype. The caller has checked the arguments."""
-        info = self._tensors[name]
-        try:
-            if not info.shape:
-                return np.asarray(self._handle.get_tensor(name))
-            if start == stop or info.row_elements == 0:
-                return np.empty((stop - start, *info.shape[1:]), FLOAT_DTYPES[info.dtype])
-            rows: NDArray[Any] = self._handle.get_slice(name)[start:stop]
-        except SafetensorError as error:
-            raise CheckpointError(self.path, f"tensor {name!r} cannot be read: {error}") from error
-        return rows
+    def reader(self, name: str) -> Reader:
+        """Return what fills an array with elements from a place on, in C order; the arguments must be right."""
+        base, itemsize, read = self._offsets[name], FLOAT_DTYPES[self._tensors[name].dtype].itemsize, self._bytes.read
+        return lambda start, out: read(base + start * itemsize, out.view(np.uint8))
 
     def close(self) -> None:
-        """Unmap the file. Further calls do nothing."""
-        self._handle.__exit__(None, None, None)
+        """Close the file. Further calls do nothing."""
+        self._bytes.close()
+
+
+def _describe(handle: Any, name: str) -> TensorInfo:
+    header = handle.get_slice(name)
+    return TensorInfo(name, tuple(header.get_shape()), str(header.get_dtype()).lower())
+
+
+def _offsets(path: Path, infos: list[TensorInfo]) -> dict[str, int]:
+    """Return where in the file each tensor begins; ``infos`` are all of them, in the order of their data."""
+    with path.open("rb") as file:
+        at = 8 + int.from_bytes(file.read(8), "little")
+    offsets = {}
+    for info in infos:
+        if info.dtype not in _BITS:
+            raise CheckpointError(path, f"tensor {info.name!r}: dtype {info.dtype} is not known")
+        offsets[info.name] = at
+        at += info.rows * info.row_elements * _BITS[info.dtype] // 8
+    if at != path.stat().st_size:
+        raise CheckpointError(path, f"has {path.stat().st_size} bytes, expected {at} by its header")
+    return offsets
 
 
 def _refuse_large_header(path: Path) -> None:

@@ -13,6 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, cast
 
+import numpy as np
+
+from metrale.checkpoint.file_bytes import FileBytes
 from metrale.errors import CheckpointError
 
 MAX_DIRECTORY_BYTES: Final = 8 << 20
@@ -45,6 +48,8 @@ class StoredZip:
 
     Attributes
     ----------
+    bytes : FileBytes
+        The file.
     entries : mapping of str to Entry
     size : int
         Bytes of the file.
@@ -58,15 +63,11 @@ class StoredZip:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.bytes = FileBytes(path)
         try:
-            self._file = path.open("rb", buffering=0)
-        except OSError as error:
-            raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from error
-        try:
-            self.size = os.fstat(self._file.fileno()).st_size
             self.entries: Mapping[str, Entry] = MappingProxyType(self._read_directory())
         except BaseException:
-            self._file.close()
+            self.bytes.close()
             raise
 
     def read(self, name: str, max_bytes: int) -> bytes:
@@ -82,35 +83,23 @@ class StoredZip:
             raise CheckpointError(self.path, f"is an archive without {name}")
         if entry.size > max_bytes:
             raise CheckpointError(self.path, f"{name} has {entry.size} bytes; {max_bytes} at most are read")
-        data = bytearray(entry.size)
-        self.read_into(entry.start, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, position: int, out: memoryview) -> None:
-        """Fill ``out``, of bytes, with what stands at a place of the file.
-
-        Raises
-        ------
-        CheckpointError
-            When the file cannot be read, or has become shorter.
-        """
-        while out:
-            try:
-                count = os.preadv(self._file.fileno(), [out], position)
-            except (OSError, ValueError) as error:  # ValueError: the file is closed
-                raise CheckpointError(self.path, f"cannot be read: {error}") from error
-            if not count:
-                raise CheckpointError(self.path, f"ends at byte {position}, which was not its end when it was opened")
-            out, position = out[count:], position + count
+        return self._read_at(entry.start, entry.size)
 
     def close(self) -> None:
         """Close the file. Further calls do nothing."""
-        self._file.close()
+        self.bytes.close()
+
+    def _read_at(self, position: int, size: int) -> bytes:
+        data = np.empty(size, np.uint8)
+        self.bytes.read(position, data)
+        return data.tobytes()
 
     def _read_directory(self) -> dict[str, Entry]:
         try:
-            with zipfile.ZipFile(cast("Any", _Bounded(self._file))) as archive:
-                infos, end = archive.infolist(), archive.start_dir
+            with self.path.open("rb", buffering=0) as file:
+                self.size = os.fstat(file.fileno()).st_size
+                with zipfile.ZipFile(cast("Any", _Bounded(file))) as archive:
+                    infos, end = archive.infolist(), archive.start_dir
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, OSError, struct.error) as error:
             raise CheckpointError(self.path, f"is not a complete archive ({self.size} bytes): {error}") from error
         problems: list[str] = []
@@ -151,14 +140,11 @@ class StoredZip:
         at = info.header_offset
         if not 0 <= at <= end - _LOCAL_HEADER.size:
             return None
-        header = bytearray(_LOCAL_HEADER.size)
-        self.read_into(at, memoryview(header))
-        signature, *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
+        signature, *_, name_size, extra_size = _LOCAL_HEADER.unpack(self._read_at(at, _LOCAL_HEADER.size))
         start = int(at + _LOCAL_HEADER.size + name_size + extra_size)
         if signature != _SIGNATURE or start > end:
             return None
-        name = bytearray(name_size)
-        self.read_into(at + _LOCAL_HEADER.size, memoryview(name))
+        name = self._read_at(at + _LOCAL_HEADER.size, name_size)
         written = name.decode("utf-8" if info.flag_bits & _UTF8 else "cp437", "replace")
         return start if written == info.orig_filename else None
 

@@ -6,6 +6,7 @@ Reading one asks for runs of elements that lie next to each other, so that nothi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -62,35 +63,51 @@ def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
-def read_rows(view: Strided, start: int, stop: int, dtype: np.dtype[Any], read: ReadRun) -> NDArray[Any]:
-    """Return a new contiguous array of rows ``[start, stop)``; a scalar is one row, of shape ``()``."""
-    if not view.shape:
-        out = np.empty((), dtype)
-        read(view.offset, out.reshape(1))
-        return out
-    out = np.empty((stop - start, *view.shape[1:]), dtype)
+def read(view: Strided, start: int, out: NDArray[Any], run: ReadRun) -> None:
+    """Fill ``out``, one contiguous axis, with elements from ``start`` on in C order, by reading runs of the storage."""
     if out.size:
-        _fill(out, view.offset + start * view.strides[0], view.strides, read)
-    return out
+        _read(view.offset, view.shape, view.strides, start, out, run)
 
 
-def _fill(out: NDArray[Any], first: int, strides: tuple[int, ...], read: ReadRun) -> None:
+def _read(
+    first: int, shape: tuple[int, ...], strides: tuple[int, ...], start: int, out: NDArray[Any], run: ReadRun
+) -> None:
+    """Read part of a row, whole rows, and part of a row; what lies in one row is read as the row's own part."""
+    if _is_contiguous(shape, strides):
+        run(first + start, out)
+        return
+    row = math.prod(shape[1:])
+    index, skipped = divmod(start, row)
+    head = min(row - skipped, len(out)) if skipped else 0
+    rows, tail = divmod(len(out) - head, row)
+    if head:
+        _read(first + index * strides[0], shape[1:], strides[1:], skipped, out[:head], run)
+        index += 1
+    if rows:
+        whole = out[head : head + rows * row].reshape(rows, *shape[1:])
+        _fill(whole, first + index * strides[0], strides, run)
+        index += rows
+    if tail:
+        _read(first + index * strides[0], shape[1:], strides[1:], 0, out[len(out) - tail :], run)
+
+
+def _fill(out: NDArray[Any], first: int, strides: tuple[int, ...], run: ReadRun) -> None:
     """Fill a non-empty array, in halves where its elements are spread too widely."""
     if _is_contiguous(out.shape, strides) and out.flags.c_contiguous:
-        read(first, out.reshape(-1))
+        run(first, out.reshape(-1))
         return
     reach = span(out.shape, strides)
     if reach * out.itemsize <= max(out.nbytes, _GAP_BYTES):
-        run = np.empty(reach, out.dtype)
-        read(first, run)
+        between = np.empty(reach, out.dtype)
+        run(first, between)
         steps = [stride * out.itemsize if extent > 1 else 0 for extent, stride in zip(out.shape, strides, strict=True)]
-        out[...] = as_strided(run, out.shape, steps, writeable=False)
+        out[...] = as_strided(between, out.shape, steps, writeable=False)
         return
     axis = max(range(out.ndim), key=lambda axis: (out.shape[axis] - 1) * strides[axis])
     half = out.shape[axis] // 2
     before = (slice(None),) * axis
-    _fill(out[(*before, slice(None, half))], first, strides, read)
-    _fill(out[(*before, slice(half, None))], first + half * strides[axis], strides, read)
+    _fill(out[(*before, slice(None, half))], first, strides, run)
+    _fill(out[(*before, slice(half, None))], first + half * strides[axis], strides, run)
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -56,6 +56,10 @@ class TensorInfo:
         return count
 
 
+Reader = Callable[[int, NDArray[Any]], None]
+"""Reads elements from a place on: see `metrale.checkpoint.Checkpoint.reader`."""
+
+
 class TensorFile(Protocol):
     """What a checkpoint asks of one of its files, whatever the format."""
 
@@ -63,8 +67,8 @@ class TensorFile(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor of the file by name."""
 
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Rows ``[start, stop)`` in the stored dtype; the arguments are right."""
+    def reader(self, name: str) -> Reader:
+        """What `metrale.checkpoint.Checkpoint.reader` returns, without its checks."""
 
     def close(self) -> None:
         """Give the file back. Further calls do nothing."""

@@ -19,13 +19,13 @@ from metrale.checkpoint import strided
 from metrale.checkpoint.paths import is_lfs_pointer, require_file
 from metrale.checkpoint.pickle_machine import RefusedPickle
 from metrale.checkpoint.stored_zip import StoredZip
-from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
+from metrale.checkpoint.tensor import Reader, TensorInfo
 from metrale.checkpoint.torch_pickle import ITEMSIZES, StoredTensor, read_state
 from metrale.errors import CheckpointError
 
 SINGLE: Final = "pytorch_model.bin"
 INDEX: Final = "pytorch_model.bin.index.json"
-MAX_PICKLE_BYTES: Final = 8 << 20
+MAX_PICKLE_BYTES: Final = 4 << 20
 """Largest ``data.pkl`` that is read; a tensor takes about 100 bytes of it."""
 EXPANDED_BYTES: Final = 64 << 20
 """A view that repeats elements may be larger than its file, but only up to this."""
@@ -71,15 +71,15 @@ class TorchFile:
         """Every tensor of the file by name."""
         return MappingProxyType(self._tensors)
 
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Copy rows ``[start, stop)`` of a tensor of a readable dtype. The caller has checked the arguments."""
+    def reader(self, name: str) -> Reader:
+        """Return what fills an array with elements from a place on, in C order; the arguments must be right."""
         stored, position = self._stored[name]
-        itemsize = ITEMSIZES[stored.dtype]
+        view, itemsize, read_bytes = stored.view, ITEMSIZES[stored.dtype], self._zip.bytes.read
 
-        def read(first: int, out: NDArray[Any]) -> None:
-            self._zip.read_into(position + first * itemsize, out.view(np.uint8).data)
+        def read_run(first: int, out: NDArray[Any]) -> None:
+            read_bytes(position + first * itemsize, out.view(np.uint8))
 
-        return strided.read_rows(stored.view, start, stop, FLOAT_DTYPES[stored.dtype], read)
+        return lambda start, out: strided.read(view, start, out, read_run)
 
     def close(self) -> None:
         """Close the file. Further calls do nothing."""

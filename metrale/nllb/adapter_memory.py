@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
 from gpu_runtime.arena import Arena
 from gpu_runtime.backend import GpuBackend
 from metrale.nllb.device_weights import DeviceWeights, LowRank
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.lora import AdapterImage, Target, adapter_layout, slot_parts, targets
-from metrale.nllb.staging import Staging
+from metrale.nllb.staging import Staging, Transfer
 
 
 class AdapterMemory:
@@ -89,13 +90,19 @@ class AdapterMemory:
     def write(self, slot: int, image: AdapterImage, staging: Staging) -> None:
         """Send an image to a slot. Rows of a former adapter that it does not replace are not read any more."""
         assert self._arena is not None
+        transfers = []
         for piece in image.pieces:
             part = self._parts[piece.region]
             start = slot * part.slot_bytes + piece.start * piece.values.itemsize
             at = self._arena[piece.region].offset(start)
-            staging.send(piece.values, part.dtype, at, lambda values, room: np.copyto(room, values))
+            transfers.append(Transfer(len(piece.values), part.dtype, at, partial(_copy, piece.values)))
+        staging.send(transfers)
 
     def free(self) -> None:
         """Free the pool. Work that is enqueued may still use it. Calling it again does nothing."""
         if self._arena is not None:
             self._arena.free()
+
+
+def _copy(values: NDArray[Any], start: int, room: NDArray[Any]) -> None:
+    room[:] = values[start : start + len(room)]

@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpu_runtime import dtypes
 from gpu_runtime.arena import Arena, Layout
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
-from metrale.checkpoint import Checkpoint, convert
+from metrale.checkpoint import FLOAT_DTYPES, Checkpoint, convert
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.positions import sinusoidal
-from metrale.nllb.staging import Staging
+from metrale.nllb.staging import Staging, Transfer
 from metrale.nllb.weights import (
     DECODER_NORM,
     EMBEDDING,
@@ -40,11 +41,10 @@ from metrale.nllb.weights import (
 _EMBEDDING: Final = "embedding"
 _POSITIONS: Final = "position_table"
 CROSS_KV: Final = "decoder.cross_kv"
-_POSITION_ROWS: Final = 1024
+_POSITION_ROWS: Final = 256
 
-READ_BYTES: Final = 8 << 20
-"""Most bytes of a tensor that are read at once. From 32 MiB on, the C library takes every chunk from the system anew,
-and clearing its pages then takes several times as long as reading the file."""
+_BLOCK: Final = 1 << 18
+"""Elements read at once where they must be converted: they are still in the processor's cache then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +198,8 @@ def weight_layout(shape: ModelShape) -> Layout:
 def load_weights(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, found: WeightMap) -> DeviceWeights:
     """Allocate and fill the weights, which are complete on return, for work on any stream.
 
-    The checkpoint is read by small chunks, which are converted into page-locked memory and copied from there while the
-    next ones are read. Host memory holds two chunks of at most `READ_BYTES` in the stored type, and two buffers of
-    `STAGING_BYTES`.
+    The checkpoint is read into page-locked memory by several threads, and converted on the way where that is needed;
+    the device copies from there meanwhile. Host memory holds the slots of `Staging`, and what is being converted.
 
     Raises
     ------
@@ -213,37 +212,49 @@ def load_weights(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, fou
     arena = Arena(gpu, layout, tag="weights")
     try:
         with Staging(gpu, layout.nbytes) as staging:  # left before the arena may be freed: no copy runs then
-            for region, names in regions(shape.config):
-                at = arena[region]
-                for name in names:
-                    at = _upload(staging, shape, checkpoint, found.sources[name], at)
-            _upload_positions(staging, shape, arena[_POSITIONS])
+            staging.send(_transfers(shape, checkpoint, found, arena))
     except BaseException:
         arena.free()
         raise
     return _addresses(arena, shape.config)
 
 
-def _upload(staging: Staging, shape: ModelShape, checkpoint: Checkpoint, name: str, at: DevicePtr) -> DevicePtr:
-    """Send one tensor to ``at`` and return the address after it."""
-    path = str(checkpoint.path)
-    for _, rows in checkpoint.iter_chunks(name, READ_BYTES):
-        at = staging.send(
-            rows.reshape(-1),
-            shape.dtype,
-            at,
-            lambda part, room: convert(part, shape.dtype, out=room, name=name, path=path),
-        )
-    return at
+def _transfers(shape: ModelShape, checkpoint: Checkpoint, found: WeightMap, arena: Arena) -> Iterator[Transfer]:
+    for region, names in regions(shape.config):
+        at = arena[region]
+        for name in names:
+            transfer = _of_tensor(shape, checkpoint, found.sources[name], at)
+            at = at.offset(transfer.count * shape.itemsize)
+            yield transfer
+    yield _of_positions(shape, arena[_POSITIONS])
 
 
-def _upload_positions(staging: Staging, shape: ModelShape, at: DevicePtr) -> None:
-    """Send the table of positions, some rows at a time: in float64 it would be several times its size."""
-    config = shape.config
-    for start in range(0, shape.position_count, _POSITION_ROWS):
-        rows = min(_POSITION_ROWS, shape.position_count - start)
-        table = sinusoidal(config.pad_token_id + 1 + start, rows, config.d_model)
-        at = staging.send(table.reshape(-1), "f32", at, lambda part, room: np.copyto(room, part))
+def _of_tensor(shape: ModelShape, checkpoint: Checkpoint, name: str, at: DevicePtr) -> Transfer:
+    info, path, read = checkpoint.tensors[name], str(checkpoint.path), checkpoint.reader(name)
+
+    def read_and_convert(start: int, room: NDArray[Any]) -> None:
+        stored: NDArray[Any] = np.empty(min(_BLOCK, len(room)), FLOAT_DTYPES[info.dtype])
+        for first in range(0, len(room), _BLOCK):
+            part = stored[: len(room) - first]
+            read(start + first, part)
+            convert(part, shape.dtype, out=room[first : first + _BLOCK], name=name, path=path)
+
+    fill = read if info.dtype == shape.dtype else read_and_convert
+    return Transfer(info.rows * info.row_elements, shape.dtype, at, fill)
+
+
+def _of_positions(shape: ModelShape, at: DevicePtr) -> Transfer:
+    """The table is computed some rows at a time: in float64 it would be several times its size."""
+    width, first_position = shape.config.d_model, shape.config.pad_token_id + 1
+
+    def compute(start: int, room: NDArray[Any]) -> None:
+        for first in range(0, len(room), _POSITION_ROWS * width):
+            part = room[first : first + _POSITION_ROWS * width]
+            row, skipped = divmod(start + first, width)
+            rows = -(-(skipped + len(part)) // width)
+            part[:] = sinusoidal(first_position + row, rows, width).reshape(-1)[skipped : skipped + len(part)]
+
+    return Transfer(shape.position_count * width, "f32", at, compute)
 
 
 def _addresses(arena: Arena, config: NllbConfig) -> DeviceWeights:

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -18,43 +22,75 @@ from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.nllb.turns import Turn
 
-STAGING_BYTES: Final = 16 << 20
-"""Size of each of the two buffers of `Staging`: a copy of it takes far longer than the call that enqueues it."""
+SLOT_BYTES: Final = 4 << 20
+"""Size of a slot of `Staging`. Each is used again and again, and so stays in the processor's cache; it is large enough
+for the calls around a copy to take less time than what happens in between."""
+
+THREADS: Final = 8
+"""Most threads of `Staging`: one of them reads from the page cache at a fraction of the rate of page-locked copies."""
+
+SLOTS: Final = 2
+"""Slots of a thread: it fills one while the device copies from the other."""
+
+Fill = Callable[[int, NDArray[Any]], object]
+"""``fill(start, room)`` writes elements ``start`` to ``start + len(room)`` of a source into ``room``, on any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Elements that are to be on the device: how many of which type, where, and what writes them to host memory."""
+
+    count: int
+    dtype: str
+    at: DevicePtr
+    fill: Fill
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements of a transfer, from ``start`` on, that go to ``at`` by way of a slot's bytes ``offset`` to ``end``."""
+
+    transfer: Transfer
+    start: int
+    at: DevicePtr
+    offset: int
+    end: int
+
+
+_Slot = tuple[NDArray[np.uint8], int]
+"""Page-locked memory, and the stream of the copies from it."""
 
 
 class Staging:
-    """Two buffers in turn: while the device copies from one, the host fills the other.
+    """Threads that fill page-locked slots and have the device copy from them, each slot on a stream of its own.
 
-    A context manager. Leaving it waits for every copy and frees everything, also after an exception, so what was sent
-    is on the device from then on, whatever the stream that reads it.
+    While the device copies from some slots, others are filled. A context manager; leaving it frees everything.
 
     Parameters
     ----------
     gpu : GpuBackend
     nbytes : int
-        What will be sent in all, if that is less than two buffers of `STAGING_BYTES` need.
+        What will be sent in all, about.
 
     Raises
     ------
     OutOfMemory, DeviceError
-        When the buffers cannot be had; nothing stays allocated.
+        When slots or streams cannot be had; nothing stays allocated.
     """
 
-    def __init__(self, gpu: GpuBackend, nbytes: int = STAGING_BYTES) -> None:
+    def __init__(self, gpu: GpuBackend, nbytes: int) -> None:
         self._gpu = gpu
-        self._size = max(min(nbytes, STAGING_BYTES), REGION_ALIGNMENT)
+        self.slot_bytes: Final = max(min(nbytes, SLOT_BYTES), REGION_ALIGNMENT)
+        self._threads = min(THREADS, os.cpu_count() or 1, -(-nbytes // self.slot_bytes) or 1)
+        count = min(SLOTS * self._threads, -(-nbytes // self.slot_bytes) or 1)
         with ExitStack() as undo:
-            self._stream = gpu.create_stream()
-            undo.callback(gpu.destroy_stream, self._stream)  # finishes its work first
-            self._buffers: list[tuple[NDArray[Any], int]] = []
-            for _ in range(2):
-                memory = gpu.alloc_host_pinned(self._size)
-                undo.callback(gpu.free_host_pinned, memory)
-                event = gpu.create_event()
-                undo.callback(gpu.destroy_event, event)
-                self._buffers.append((memory.array, event))
+            memory = gpu.alloc_host_pinned(self.slot_bytes * count)
+            undo.callback(gpu.free_host_pinned, memory)
+            self._slots: list[_Slot] = []
+            for room in memory.array.reshape(count, self.slot_bytes):
+                self._slots.append((room, gpu.create_stream()))
+                undo.callback(gpu.destroy_stream, self._slots[-1][1])  # finishes its work first
             self._teardown = undo.pop_all()
-        self._used = 0
 
     def __enter__(self) -> Self:
         return self
@@ -62,55 +98,134 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._buffers.clear()  # nobody fills a buffer that is freed
+        self._slots.clear()  # nobody fills a slot that is freed
         self._teardown.close()
 
     def follow(self, turn: Turn) -> None:
         """Let what is sent from here on come after every use so far of what ``turn`` guards; the host goes on."""
-        turn.wait(self._stream)
+        for _, stream in self._slots:
+            turn.wait(stream)
 
-    def send(
-        self, values: NDArray[Any], dtype: str, at: DevicePtr, fill: Callable[[NDArray[Any], NDArray[Any]], object]
-    ) -> DevicePtr:
-        """Enqueue the copy of ``values`` to ``at``, as elements of ``dtype``, and return the address after it.
+    def send(self, transfers: Iterable[Transfer]) -> None:
+        """Send all of it, in no promised order. On return it is on the device, whatever the stream that reads it.
 
-        Waits when the device has not copied yet what the next buffer held before.
-
-        Parameters
-        ----------
-        values : ndarray
-            One axis.
-        dtype : str
-            Element type on the device.
-        at : DevicePtr
-        fill : callable
-            ``fill(part, room)`` writes a part of ``values`` to page-locked memory, an array of ``dtype`` as long.
+        Raises
+        ------
+        Exception
+            What the first of the parts, in the order given, raised that failed. Some of the others were sent.
         """
+        jobs = _Jobs(pack(transfers, self.slot_bytes))
+        threads = [
+            threading.Thread(
+                target=self._run,
+                args=(jobs, self._slots[number :: self._threads]),
+                name=f"metrale staging {number}",
+                daemon=True,
+            )
+            for number in range(self._threads)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:  # KeyboardInterrupt
+            jobs.stop()
+            for thread in threads:
+                thread.join()
+            raise
+        jobs.raise_first()
+        for _, stream in self._slots:
+            self._gpu.synchronize(stream)
+
+    def _run(self, jobs: _Jobs, slots: list[_Slot]) -> None:
+        """Do jobs until there are none."""
+        turns = itertools.cycle(slots)
+        for number, parts in jobs:
+            try:
+                self._enqueue(parts, *next(turns))
+            except BaseException as error:
+                jobs.failed(number, error)
+
+    def _enqueue(self, parts: list[Part], slot: NDArray[np.uint8], stream: int) -> None:
+        """Fill a slot, once the device has copied what it held before, and enqueue its copies."""
+        self._gpu.bind_to_thread()  # the calls are cheaper then
+        self._gpu.synchronize(stream)
+        for part in parts:
+            room = slot[part.offset : part.end].view(dtypes.NUMPY[part.transfer.dtype])
+            part.transfer.fill(part.start, room)
+        for at, start, stop in runs(parts):
+            self._gpu.copy_h2d_async(slot[start:stop], at, stream)
+
+
+class _Jobs:
+    """What is to be done, taken by several threads in order; after a failure no more of it is."""
+
+    def __init__(self, jobs: Iterator[list[Part]]) -> None:
+        self._jobs = jobs
+        self._taken = 0
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._failures: list[tuple[int, BaseException]] = []
+
+    def __iter__(self) -> Iterator[tuple[int, list[Part]]]:
+        while True:
+            with self._lock:  # a generator is not for several threads at once
+                number = self._taken
+                try:
+                    job = None if self._stopped else next(self._jobs, None)
+                except BaseException as error:
+                    self.failed(number, error)
+                    job = None
+                self._taken += 1
+            if job is None:
+                return
+            yield number, job
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def failed(self, number: int, error: BaseException) -> None:
+        self._failures.append((number, error))
+        self.stop()
+
+    def raise_first(self) -> None:
+        if self._failures:
+            raise min(self._failures, key=lambda failure: failure[0])[1]
+
+
+def pack(transfers: Iterable[Transfer], slot_bytes: int) -> Iterator[list[Part]]:
+    """Cut transfers into parts and yield, in order, those that share a slot. Each part is aligned as a region is."""
+    parts: list[Part] = []
+    used = 0
+    for transfer in transfers:
+        itemsize = dtypes.itemsize(transfer.dtype)
         done = 0
-        while done < len(values):
-            room = self._room(len(values) - done, dtype)
-            fill(values[done : done + len(room)], room)
-            self._gpu.copy_h2d_async(room, at, self._stream)
-            at = at.offset(room.nbytes)
-            done += len(room)
-        return at
+        while done < transfer.count:
+            if slot_bytes - used < itemsize:
+                yield parts
+                parts, used = [], 0
+            count = min(transfer.count - done, (slot_bytes - used) // itemsize)
+            end = used + count * itemsize
+            parts.append(Part(transfer, done, transfer.at.offset(done * itemsize), used, end))
+            used = -(-end // REGION_ALIGNMENT) * REGION_ALIGNMENT
+            done += count
+    if parts:
+        yield parts
 
-    def _room(self, count: int, dtype: str) -> NDArray[Any]:
-        """Return 1 to ``count`` elements of a buffer."""
-        itemsize = dtypes.itemsize(dtype)
-        if self._size - self._used < itemsize:
-            self._turn()
-        start = self._used
-        size = min(count, (self._size - start) // itemsize) * itemsize
-        self._used += -(-size // REGION_ALIGNMENT) * REGION_ALIGNMENT
-        return self._buffers[0][0][start : start + size].view(dtypes.NUMPY[dtype])
 
-    def _turn(self) -> None:
-        """Go on with the other buffer, once its copies are done."""
-        self._gpu.record_event(self._buffers[0][1], self._stream)
-        self._buffers.reverse()
-        self._gpu.event_synchronize(self._buffers[0][1])
-        self._used = 0
+def runs(parts: Iterable[Part]) -> Iterator[tuple[DevicePtr, int, int]]:
+    """Yield copies, as address, first byte and end: one for parts that lie together, in the slot and on the device."""
+    at, start, stop = DevicePtr.NULL, 0, 0
+    for part in parts:
+        if stop and (part.offset != stop or part.at - at != stop - start):
+            yield at, start, stop
+            stop = 0
+        if not stop:
+            at, start = part.at, part.offset
+        stop = part.end
+    if stop:
+        yield at, start, stop
 
 
 class Ring:

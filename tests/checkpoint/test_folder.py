@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,52 @@ def test_wrong_requests_are_refused(tmp_path: Path, arrays: Arrays) -> None:
             checkpoint.read_rows("zz", 0, 1)
         with pytest.raises(InvalidInput, match="max_bytes"):
             next(checkpoint.iter_chunks("a", 0))
+
+
+def test_elements_are_read_into_what_is_there(tmp_path: Path, arrays: Arrays) -> None:
+    """Across rows, in C order, by several threads at a time."""
+    write_single(tmp_path, arrays)
+    with open_checkpoint(tmp_path) as checkpoint, ThreadPoolExecutor(8) as threads:
+        for name, info in checkpoint.tensors.items():
+            flat, read = arrays[name].reshape(-1), checkpoint.reader(name)
+
+            def same(place: tuple[int, int], flat: Any = flat, read: Any = read) -> bool:
+                out = np.empty(place[1], flat.dtype)
+                read(place[0], out)
+                return bits(out) == bits(flat[place[0] : place[0] + place[1]])
+
+            places = [(start, count) for start in range(flat.size + 1) for count in range(flat.size + 1 - start)]
+            assert all(threads.map(same, places))
+            assert flat.size == info.rows * info.row_elements
+
+
+def test_wrong_elements_are_refused(tmp_path: Path, arrays: Arrays) -> None:
+    write_single(tmp_path, arrays)
+    checkpoint = open_checkpoint(tmp_path)
+    read, kind = checkpoint.reader("a"), arrays["a"].dtype
+    for start, count in ((-1, 2), (34, 2), (36, 0)):
+        with pytest.raises(InvalidInput, match="start: expected a range inside the 35 elements of 'a'"):
+            read(start, np.empty(count, kind))
+    for out in (np.empty(2, np.int8), np.empty((2, 1), kind), np.empty(4, kind)[::2]):
+        with pytest.raises(InvalidInput, match="out: expected one contiguous axis"):
+            read(0, out)
+    with pytest.raises(InvalidInput, match="name: expected a tensor of this checkpoint, got zz"):
+        checkpoint.reader("zz")
+    checkpoint.close()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read(0, np.empty(2, kind))
+
+
+def test_a_file_that_shrinks_is_an_error_and_no_crash(tmp_path: Path, arrays: Arrays) -> None:
+    write_single(tmp_path, arrays)
+    path = tmp_path / "model.safetensors"
+    with open_checkpoint(tmp_path) as checkpoint:
+        places = {name: path.read_bytes().rfind(array.tobytes()) for name, array in arrays.items() if array.size}
+        last = max(places, key=lambda name: places[name])
+        read = checkpoint.reader(last)
+        os.truncate(path, path.stat().st_size - 1)
+        with pytest.raises(CheckpointError, match=r"ends at byte \d+, where 1 more should be"):
+            read(0, np.empty(arrays[last].size, arrays[last].dtype))
 
 
 def test_a_closed_checkpoint_keeps_what_was_read(tmp_path: Path, arrays: Arrays) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from metrale.checkpoint import strided
-from metrale.checkpoint.strided import MAX_DIMENSIONS, Strided, read_rows
+from metrale.checkpoint.strided import MAX_DIMENSIONS, ReadRun, Strided
 
 F32 = np.dtype(np.float32)
 
@@ -31,8 +32,15 @@ class Flat:
         out[:] = self.values[first : first + len(out)]
 
 
+def read_rows(view: Strided, start: int, stop: int, dtype: np.dtype[Any], run: ReadRun) -> NDArray[Any]:
+    """Read whole rows; a scalar is one."""
+    out: NDArray[Any] = np.empty((stop - start, *view.shape[1:]) if view.shape else (), dtype)
+    strided.read(view, start * math.prod(view.shape[1:]), out.reshape(-1), run)
+    return out
+
+
 def expected(flat: Flat, view: Strided) -> NDArray[Any]:
-    steps = [4 * stride for stride in view.strides]
+    steps = [4 * stride if extent > 1 else 0 for extent, stride in zip(view.shape, view.strides, strict=True)]
     return as_strided(flat.values[view.offset :], view.shape, steps, writeable=False)
 
 
@@ -46,6 +54,7 @@ VIEWS = {
     "one element": Strided(7, (5, 3), (0, 0)),
     "overlapping windows": Strided(0, (20, 8), (1, 1)),
     "ones with strides of no matter": Strided(4, (1, 6, 1), (999, 1, 1 << 62)),
+    "a one with a huge stride": Strided(4, (1, 3, 2), (1 << 62, 2, 9)),
     "far apart": Strided(0, (3, 3), (30, 14)),
     "to the last element": Strided(98, (2, 1), (1, 50)),
 }
@@ -57,12 +66,53 @@ def test_every_range_of_rows_is_what_numpy_has(name: str, gap: int, monkeypatch:
     monkeypatch.setattr(strided, "_GAP_BYTES", gap)
     view, flat = VIEWS[name], Flat(100)
     assert view.problem(100) is None
-    whole = expected(flat, view) if name != "ones with strides of no matter" else flat.values[4:10].reshape(1, 6, 1)
+    whole = expected(flat, view)
     for start in range(view.shape[0] + 1):
         for stop in range(start, view.shape[0] + 1):
             rows = read_rows(view, start, stop, F32, flat.read)
             assert rows.flags.c_contiguous
             np.testing.assert_array_equal(rows, whole[start:stop], strict=True)
+
+
+@pytest.mark.parametrize("gap", [0, 40, 1 << 20])
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_range_of_elements(name: str, gap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges begin and end in the middle of rows, at every depth."""
+    monkeypatch.setattr(strided, "_GAP_BYTES", gap)
+    view, flat = VIEWS[name], Flat(100)
+    whole = expected(flat, view).reshape(-1)
+    for start in range(len(whole) + 1):
+        for stop in range(start, len(whole) + 1, 1 if len(whole) < 40 else 7):
+            out = np.empty(stop - start, F32)
+            strided.read(view, start, out, flat.read)
+            np.testing.assert_array_equal(out, whole[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("name", "at_once"), [("contiguous", True), ("ones with strides of no matter", True), ("transposed", False)]
+)
+def test_what_is_contiguous_is_read_straight_into_the_result(name: str, at_once: bool) -> None:
+    flat, into = Flat(100), []
+
+    def read(first: int, out: NDArray[Any]) -> None:
+        into.append(out)
+        flat.read(first, out)
+
+    rows = read_rows(VIEWS[name], 0, VIEWS[name].shape[0], F32, read)
+    assert [np.shares_memory(rows, out) for out in into] == [at_once]
+
+
+def test_rows_with_gaps_are_read_straight_into_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strided, "_GAP_BYTES", 0)
+    flat, into = Flat(100), []
+
+    def read(first: int, out: NDArray[Any]) -> None:
+        into.append(out)
+        flat.read(first, out)
+
+    rows = read_rows(Strided(5, (3, 20), (30, 1)), 0, 3, F32, read)
+    assert flat.runs == [(5, 20), (35, 20), (65, 20)]
+    assert all(np.shares_memory(rows, out) for out in into)
 
 
 def test_random_views(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +144,9 @@ def test_what_is_read_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     flat.runs.clear()
     read_rows(Strided(0, (200, 200), (200, 1)), 50, 150, F32, flat.read)
     assert flat.runs == [(10_000, 20_000)]  # rows of a contiguous one are one run
+    flat.runs.clear()
+    read_rows(Strided(0, (2, 64), (10_000, 1)), 0, 2, F32, flat.read)
+    assert flat.runs == [(0, 64), (10_000, 64)]  # halved where the elements are far apart
     flat.runs.clear()
     read_rows(Strided(9, (100, 100), (0, 0)), 0, 100, F32, flat.read)
     assert flat.runs == [(9, 1)]
@@ -130,6 +183,7 @@ def test_views_that_are_refused(name: str) -> None:
         Strided(99, (), ()),
         Strided(99, (1, 1), (BIG, BIG)),
         Strided(100, (0, 5), (5, 1)),
+        Strided(500, (3, 0), (5, 1)),
         Strided(0, (1 << 40, 4), (0, 1)),
         Strided(0, (1,) * MAX_DIMENSIONS, (1,) * MAX_DIMENSIONS),
     ],

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from metrale.checkpoint import FLOAT_DTYPES, TensorInfo, open_checkpoint
 from metrale.errors import CheckpointError
-from tests.checkpoint.torch_files import Storage, Tensor, write_bin, write_bin_shards
+from tests.checkpoint.torch_files import Storage, Tensor, write_bin, write_bin_shards, write_sparse_bin
 
 BIN, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 Arrays = dict[str, NDArray[Any]]
@@ -211,3 +211,23 @@ def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path, arrays: Arrays) -> 
         os.truncate(tmp_path / BIN, 100)
         with pytest.raises(CheckpointError, match="ends at byte"):
             checkpoint.read_rows("d", 0, 7)
+
+
+def test_places_beyond_four_gib(tmp_path: Path) -> None:
+    """A hole of more than 4 GiB, with a tensor behind it: both have their 64-bit form in the list of entries."""
+    rows = (1 << 20) + 3
+    hole = Storage(np.zeros(0, np.float32), claimed=rows * 1024)
+    last = np.arange(6, dtype=np.float32)
+    write_sparse_bin(tmp_path / BIN, {"hole": Tensor(hole, (rows, 1024), (1024, 1)), "last": last}, hole)
+    with open_checkpoint(tmp_path) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.read_rows("last", 0, 6), last)
+        assert not checkpoint.read_rows("hole", rows - 2, rows).any()
+
+
+def test_reads_that_come_in_pieces(tmp_path: Path, arrays: Arrays, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may read less than it is asked for, as it does of more than 2 GiB."""
+    whole = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, position: whole(fd, [buffers[0][:7]], position))
+    write_bin(tmp_path / BIN, arrays)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert bits(checkpoint.read_rows("d", 0, 7)) == bits(arrays["d"])

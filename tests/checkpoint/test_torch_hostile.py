@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Files that are no state dict, damaged ones, and ones made to harm: each is refused, soon, and nothing is executed."""
+"""Pickles that are no state dict, damaged ones, and ones made to harm: each is refused, soon, and nothing executed."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import random
-import re
 import struct
 import time
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metrale.checkpoint import FLOAT_DTYPES, open_checkpoint
 from metrale.checkpoint.torch_file import TorchFile
 from metrale.errors import CheckpointError
-from tests.checkpoint.torch_files import Call, Global, Pickle, Raw, Storage, Tensor, write_archive, write_bin
-
-SECONDS = 5.0
-"""The most that any file may take to be refused."""
+from tests.checkpoint.refusing import SECONDS, refusal
+from tests.checkpoint.torch_files import Call, Global, Pickle, Raw, Storage, Tensor, write_bin
 
 ONE = np.arange(6, dtype=np.float32)
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
@@ -32,15 +26,6 @@ PARAMETER = Global("torch._utils", "_rebuild_parameter")
 NO_DATA = Global("torch._utils", "_rebuild_meta_tensor_no_storage")
 OF_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 HOOKS = Call(Global("collections", "OrderedDict"), ())
-
-
-def refusal(path: Path) -> str:
-    """Return why a file is refused, which must not take long."""
-    start = time.monotonic()
-    with pytest.raises(CheckpointError) as caught:
-        TorchFile(path)
-    assert time.monotonic() - start < SECONDS
-    return str(caught.value)
 
 
 def refusal_of(path: Path, data: bytes) -> str:
@@ -163,7 +148,6 @@ def test_an_opcode_that_is_not_needed_is_refused_by_its_name(tmp_path: Path, opc
 DAMAGED = {
     "nothing": b"",
     "no end": b"\x80\x02}",
-    "a stack that is empty": b"\x80\x02.",
     "a text longer than the pickle": b"\x80\x02X\xff\xff\xff\x7fabc.",
     "a short text longer than the pickle": b"\x80\x02\x8c\xffabc.",
     "a text that is not UTF-8": b"\x80\x02X\x02\x00\x00\x00\xff\xff.",
@@ -175,8 +159,8 @@ DAMAGED = {
     "an append to nothing": b"\x80\x02Na.",
     "an append to None": b"\x80\x02NNa.",
     "an append to a tuple": b"\x80\x02)(NNe.",
-    "an item of a list": b"\x80\x02]NNs.",
-    "an odd number of items": b"\x80\x02}(NNNu.",
+    "an item of a list": b"\x80\x02]NaK\x00Ns.",
+    "an odd number of items": b"\x80\x02}(K\x01NK\x02u.",
     "a key that is None": b"\x80\x02}NNs.",
     "a key that is a tuple": b"\x80\x02})Ns.",
     "a key that is a list": b"\x80\x02}]Ns.",
@@ -195,14 +179,24 @@ DAMAGED = {
     "a long name on the stack": b"\x80\x02X\x88\x13\x00\x00" + b"a" * 5000 + b"\x8c\x01a\x93.",
     "an outside object that is None": b"\x80\x02NQ.",
     "an outside object that is empty": b"\x80\x02)Q.",
-    "no dictionary": b"\x80\x02].",
-    "a bare name": b"\x80\x02ctorch\nfloat32\n.",
 }
+"""What is wrong with each is told before its end is reached, where an empty dictionary follows."""
 
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_pickle(tmp_path: Path, name: str) -> None:
-    assert "a.bin: data.pkl " in refusal_of(tmp_path / "a.bin", DAMAGED[name])
+    data = DAMAGED[name]
+    if data.endswith(b"."):
+        data = data[:-1] + b"}."
+    reason = refusal_of(tmp_path / "a.bin", data)
+    assert "a.bin: data.pkl " in reason
+    if name in ("a name without an end", "a name that is far too long"):
+        assert reason.endswith("no name of a global ends there")
+
+
+@pytest.mark.parametrize("data", [b"\x80\x02.", b"\x80\x02].", b"\x80\x02ctorch\nfloat32\n.", b"\x80\x02N."])
+def test_a_pickle_of_something_else(tmp_path: Path, data: bytes) -> None:
+    assert "a.bin: data.pkl " in refusal_of(tmp_path / "a.bin", data)
 
 
 CALLS: Mapping[str, dict[str, object]] = {
@@ -227,7 +221,9 @@ CALLS: Mapping[str, dict[str, object]] = {
     "a parameter of a storage": rebuilt(storage(), True, HOOKS, function=PARAMETER),
     "no data": rebuilt(Global("torch", "float32"), (3,), (1,), False, function=NO_DATA),
     "a type of its own": rebuilt(REBUILD, Global("torch", "float32"), WHOLE, {}, function=OF_TYPE),
-    "a type that calls itself": rebuilt(OF_TYPE, Global("torch", "Tensor"), (), {}, function=OF_TYPE),
+    "a type that calls itself": rebuilt(
+        OF_TYPE, Global("torch", "Tensor"), (REBUILD, Global("torch", "Tensor"), WHOLE, {}), {}, function=OF_TYPE
+    ),
     "a size of text": {"s": Call(Global("torch", "Size"), (("a",),))},
     "an ordered dictionary of pairs": {"s": Call(Global("collections", "OrderedDict"), ([("a", 1)],))},
     "negated": rebuilt(storage(), 0, (6,), (1,), False, HOOKS, {"neg": True}),
@@ -263,6 +259,7 @@ VIEWS: Mapping[str, tuple[Tensor, str]] = {
     "behind the end": (tensor((6,), (1,), 1), "elements up to 7 of a storage of 6"),
     "by its strides": (tensor((3, 2), (3, 1)), "elements up to 8 of a storage of 6"),
     "negative": (tensor((6,), (-1,), 5), "a negative offset, dimension or stride"),
+    "far negative": (tensor((6,), (1,), -(1 << 40)), "a negative offset, dimension or stride"),
     "negative shape": (tensor((-6,), (1,)), "a negative offset, dimension or stride"),
     "overflowing": (tensor((BIG, BIG), (BIG, BIG), BIG), "of a storage of 6"),
     "expanded beyond all bounds": (tensor((1 << 40,), (0,)), "4398046511104 bytes by its shape"),
@@ -296,18 +293,18 @@ def test_an_entry_that_is_missing(tmp_path: Path) -> None:
 
 def numbered(value: bytes) -> bytes:
     """Items of a dictionary: very many numbers, each with the same value."""
-    return b"".join(b"J" + struct.pack("<i", number) + value for number in range(200_000))
+    return b"".join(b"J" + struct.pack("<i", number) + value for number in range(100_000))
 
 
 def long_shapes() -> bytes:
     head = b"\x80\x02](ctorch._utils\n_rebuild_tensor_v2\nq\x00" + storage().opcodes + b"q\x02"
-    shape = b"(" + b"K\x01" * 200_000 + b"tq\x01"
-    return head + shape + b"h\x00(h\x02K\x00h\x01h\x01\x89NtR" * 60_000 + b"e."
+    shape = b"(" + b"K\x01" * 100_000 + b"tq\x01"
+    return head + shape + b"h\x00(h\x02K\x00h\x01h\x01\x89NtR" * 30_000 + b"e."
 
 
 def long_metadata() -> bytes:
     head = b"\x80\x02](ctorch._utils\n_rebuild_tensor_v2\nq\x00" + storage().opcodes + b"q\x02"
-    return head + b"}(" + numbered(b"\x89") + b"uq\x01" + b"h\x00(h\x02K\x00))\x89Nh\x01tR" * 50_000 + b"e."
+    return head + b"}(" + numbered(b"\x89") + b"uq\x01" + b"h\x00(h\x02K\x00))\x89Nh\x01tR" * 25_000 + b"e."
 
 
 def many_names() -> bytes:
@@ -318,17 +315,17 @@ TUPLE_OF_TWO = b"q\x00h\x00\x86"
 """A tuple of the same two, of the same two, and so on: 2 to the power of the depth, when it is walked through."""
 
 BOMBS: Mapping[str, Callable[[], bytes]] = {
-    "as many steps as fit": lambda: b"\x80\x02" + b"N" * 8_000_000 + b".",
-    "as many lists as fit": lambda: b"\x80\x02" + b"]" * 8_000_000 + b".",
-    "as many marks as fit": lambda: b"\x80\x02" + b"(" * 8_000_000 + b".",
-    "nested lists": lambda: b"\x80\x02" + b"]" * 490_000 + b"a" * 489_999 + b".",
-    "nested tuples": lambda: b"\x80\x02N" + b"\x85" * 990_000 + b".",
-    "shared tuples": lambda: b"\x80\x02}X\x01\x00\x00\x00wN" + TUPLE_OF_TWO * 300_000 + b"s.",
+    "as many steps as fit": lambda: b"\x80\x02" + b"N" * 4_000_000 + b".",
+    "as many lists as fit": lambda: b"\x80\x02" + b"]" * 4_000_000 + b".",
+    "as many marks as fit": lambda: b"\x80\x02" + b"(" * 4_000_000 + b".",
+    "nested lists": lambda: b"\x80\x02" + b"]" * 240_000 + b"a" * 239_999 + b".",
+    "nested tuples": lambda: b"\x80\x02N" + b"\x85" * 490_000 + b".",
+    "shared tuples": lambda: b"\x80\x02}X\x01\x00\x00\x00wN" + TUPLE_OF_TWO * 160_000 + b"s.",
     "shared tuples as a key": lambda: b"\x80\x02}N" + TUPLE_OF_TWO * 60 + b"Ns.",
     "a long shape in many tensors": long_shapes,
     "long metadata in many tensors": long_metadata,
     "one large dictionary under many names": many_names,
-    "larger than is read": lambda: b"\x80\x02" + b"N" * (9 << 20) + b".",
+    "larger than is read": lambda: b"\x80\x02" + b"N" * (5 << 20) + b".",
 }
 HARMLESS = ("shared tuples", "one large dictionary under many names")
 
@@ -336,171 +333,12 @@ HARMLESS = ("shared tuples", "one large dictionary under many names")
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_or_harmless_and_soon_over(tmp_path: Path, name: str) -> None:
     write_bin(tmp_path / "a.bin", {}, more={"data.pkl": BOMBS[name]()})
-    start = time.monotonic()
+    start = time.process_time()
     try:
         TorchFile(tmp_path / "a.bin").close()
-    except CheckpointError:
-        pass
+    except CheckpointError as error:
+        assert name not in HARMLESS
+        assert ("500000 steps" in str(error)) == name.startswith("as many")
     else:
         assert name in HARMLESS
-    assert time.monotonic() - start < SECONDS
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"", "is an empty file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a Git LFS pointer"),
-        (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M", "of the form that PyTorch saved before version 1.6"),
-        (b"\0" * 257 + b"ustar\0", "of the form that PyTorch saved before version 1.6"),
-        (b"<!DOCTYPE html>", "is not a file of torch.save (15 bytes)"),
-        (pickle.dumps({"a": 1}), "is not a file of torch.save"),
-        (b"PK\x03\x04", "is not a complete archive (4 bytes)"),
-        (b"PK\x03\x04" + b"\0" * 100_000, "is not a complete archive"),
-        (b"PK\x05\x06" + b"\0" * 18, "is not a file of torch.save"),
-    ],
-)
-def test_other_files(tmp_path: Path, data: bytes, reason: str) -> None:
-    (tmp_path / "a.bin").write_bytes(data)
-    assert reason in refusal(tmp_path / "a.bin")
-
-
-def test_places_that_are_no_file(tmp_path: Path) -> None:
-    assert "there is no such file" in refusal(tmp_path / "a.bin")
-    os.mkfifo(tmp_path / "a.bin")  # opening it would block
-    assert "is not a regular file" in refusal(tmp_path / "a.bin")
-    assert "is not a regular file" in refusal(tmp_path)
-
-
-def test_archives_of_something_else(tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    write_archive(path, [("weights.npy", b"abc")])
-    assert "is an archive with 0 data.pkl" in refusal(path)
-    write_archive(path, [("a/data.pkl", b"abc")])
-    assert "is an archive with 0 data.pkl" in refusal(path)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a/data.pkl", b"")
-        archive.writestr("b/data.pkl", b"")
-    assert "is an archive with 2 data.pkl" in refusal(path)
-    write_bin(path, {"w": ONE}, more={"constants.pkl": b"", "code/model.py": b""})
-    assert "is a TorchScript archive" in refusal(path)
-    write_bin(path, {"w": ONE}, byteorder="big")
-    assert "byte order b'big', expected b'little'" in refusal(path)
-    write_bin(path, {"w": ONE}, byteorder="l" * 17)
-    assert "byteorder has 17 bytes" in refusal(path)
-
-
-@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_compressed_entries_are_refused_with_advice(tmp_path: Path, method: int) -> None:
-    write_bin(tmp_path / "a.bin", {"w": np.zeros(1 << 20, np.float32)}, compression=method)
-    reason = refusal(tmp_path / "a.bin")
-    assert "entry 'archive/data/0' is compressed" in reason
-    assert "zip -0" in reason
-
-
-DIRECTORY = b"PK\x01\x02"
-END = b"PK\x05\x06"
-
-
-class Archive:
-    """An archive to change: its bytes, where its entries are in the directory, and where its end record is."""
-
-    def __init__(self, path: Path) -> None:
-        write_bin(path, {"v": ONE, "w": ONE}, root="r")
-        self.data = bytearray(path.read_bytes())
-        self.places = [match.start() for match in re.finditer(re.escape(DIRECTORY), self.data)]
-        self.end = self.data.rindex(END)
-
-    def put(self, at: int, form: str, value: int) -> None:
-        struct.pack_into(form, self.data, at, value)
-
-    def in_directory(self, entry: int, field: int, form: str, value: int) -> None:
-        self.put(self.places[entry] + field, form, value)
-
-    def header(self, entry: int) -> int:
-        """Return where the header is that stands before an entry's bytes."""
-        return int(struct.unpack_from("<I", self.data, self.places[entry] + 42)[0])
-
-    def resize(self, entry: int, size: int) -> None:
-        for field in (20, 24):
-            self.in_directory(entry, field, "<I", size)
-
-    def rename(self, entry: int, last: int) -> None:
-        """Change the last character of the name of a storage's entry."""
-        self.in_directory(entry, 46 + len("r/data/"), "<B", last)
-        self.put(self.header(entry) + 30 + len("r/data/"), "<B", last)
-
-    def room(self, entry: int) -> int:
-        """Return how many bytes there are for an entry, before the next one's header."""
-        at = self.header(entry)
-        name, extra = struct.unpack_from("<HH", self.data, at + 26)
-        return int(self.header(entry + 1) - at - 30 - name - extra)
-
-
-V, W = 2, 3  # the entries of the two storages, behind data.pkl and byteorder
-INCOMPLETE = "is not a complete archive"
-MISPLACED = "is not where the list of entries says, or shares bytes with another"
-ARCHIVES: Mapping[str, tuple[Callable[[Archive], object], str]] = {
-    "an encrypted entry": (lambda a: a.in_directory(V, 8, "<H", 1), "entry 'r/data/0' is encrypted"),
-    "two sizes": (lambda a: a.in_directory(V, 20, "<I", 23), "has two sizes, 24 and 23"),
-    "an entry that reaches into the next one": (lambda a: a.resize(V, a.room(V) + 1), f"'r/data/0' {MISPLACED}"),
-    "an entry that is far too long": (lambda a: a.resize(V, 0x7000_0000), f"'r/data/0' {MISPLACED}"),
-    "the place of another": (lambda a: a.in_directory(W, 42, "<I", a.header(V)), MISPLACED),
-    "a place behind the end": (lambda a: a.in_directory(W, 42, "<I", 0x7FFF_FFFF), MISPLACED),
-    "a place in the directory": (lambda a: a.in_directory(W, 42, "<I", a.places[1]), MISPLACED),
-    "another name at the entry": (lambda a: a.put(a.header(V) + 30 + 7, "<B", 57), f"'r/data/0' {MISPLACED}"),
-    "a long name at the entry": (lambda a: a.put(a.header(V) + 26, "<H", 0xFFFF), f"'r/data/0' {MISPLACED}"),
-    "no header at the entry": (lambda a: a.put(a.header(V), "<B", 0), f"'r/data/0' {MISPLACED}"),
-    "a name twice": (lambda a: a.rename(W, 48), "entry 'r/data/0' is there twice"),
-    "a directory that is too long": (lambda a: a.put(a.end + 12, "<I", 0x7FFF_FFFF), INCOMPLETE),
-    "a directory somewhere else": (lambda a: a.put(a.end + 16, "<I", 0x7FFF_FFFF), MISPLACED),
-    "a directory that is too short": (lambda a: a.put(a.end + 12, "<I", 40), INCOMPLETE),
-    "a version of the future": (lambda a: a.in_directory(V, 6, "<H", 999), INCOMPLETE),
-    "an extra field that is cut": (lambda a: a.in_directory(V, 30, "<H", 0xFFF0), INCOMPLETE),
-    "no end": (lambda a: a.data.__delitem__(slice(a.end, None)), INCOMPLETE),
-    "no directory": (lambda a: a.data.__delitem__(slice(a.places[0], a.end)), INCOMPLETE),
-}
-
-
-@pytest.mark.parametrize("name", ARCHIVES)
-def test_an_archive_that_lies(tmp_path: Path, name: str) -> None:
-    change, reason = ARCHIVES[name]
-    archive = Archive(tmp_path / "a.bin")
-    change(archive)
-    (tmp_path / "a.bin").write_bytes(archive.data)
-    assert reason in refusal(tmp_path / "a.bin")
-
-
-def test_a_directory_larger_than_is_read(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "a.bin", "w") as archive:
-        archive.writestr("r/data.pkl", b"")
-        for number in range(1200):
-            info = zipfile.ZipInfo(f"r/{number}")
-            info.comment = b"c" * 8000
-            archive.writestr(info, b"")
-    assert "its list of entries has" in refusal(tmp_path / "a.bin")
-
-
-def test_random_damage_is_an_error_or_harmless(tmp_path: Path) -> None:
-    """Bytes of the archive and the pickle change: what can still be read is within the file."""
-    path = tmp_path / "pytorch_model.bin"
-    storage = Storage(np.arange(40, dtype=np.float32))
-    write_bin(path, {"a": Tensor(storage, (5, 8), (8, 1)), "b": Tensor(storage, (8, 5), (1, 8)), "c": ONE, "n": 5})
-    whole = path.read_bytes()
-    generator = random.Random(13)
-    refusals = 0
-    for _ in range(800):
-        damaged = bytearray(whole)
-        for _ in range(generator.randint(1, 4)):
-            damaged[generator.randrange(len(whole))] = generator.choice((generator.randrange(256), 0, 255, 46, 40))
-        if generator.random() < 0.1:
-            del damaged[generator.randrange(len(whole)) :]
-        path.write_bytes(damaged)
-        try:
-            with open_checkpoint(tmp_path) as checkpoint:
-                for name, info in checkpoint.tensors.items():
-                    if info.dtype in FLOAT_DTYPES:
-                        assert checkpoint.read_rows(name, 0, info.rows).shape == info.shape
-        except CheckpointError:
-            refusals += 1
-    assert refusals > 300
+    assert time.process_time() - start < SECONDS

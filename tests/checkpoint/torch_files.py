@@ -335,17 +335,16 @@ def write_sparse_bin(path: Path, tensors: Mapping[str, Any], hole: Storage) -> N
     key = next(key for key, values in storages.items() if values is hole.values)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", data)
-        for other, values in storages.items():
-            if other != key:
-                archive.writestr(f"archive/data/{other}", values.tobytes())
         info = zipfile.ZipInfo(f"archive/data/{key}")
         assert hole.claimed is not None
         info.file_size = info.compress_size = hole.claimed * hole.values.itemsize
         info.CRC = 0
         assert archive.fp is not None
         info.header_offset = archive.fp.tell()
-        archive.fp.write(info.FileHeader(zip64=False))
+        archive.fp.write(info.FileHeader())
         archive.fp.seek(info.file_size, os.SEEK_CUR)
         archive.filelist.append(info)
         archive.start_dir = archive.fp.tell()
-        archive.writestr("archive/version", b"3\n")
+        for other, values in storages.items():
+            if other != key:
+                archive.writestr(f"archive/data/{other}", values.tobytes())

@@ -186,6 +186,7 @@ def test_shards(tmp_path: Path, source: Path, size: int, capsys: pytest.CaptureF
         assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
         assert index["weight_map"].keys() == arrays.keys()
         sizes = [sum(array.nbytes for array in load_file(target / name).values()) for name in files]
+        assert all(sizes)
         assert all(total <= size or len(places(target / name)) == 1 for total, name in zip(sizes, files, strict=True))
         assert all(one + two > size for one, two in pairwise(sizes))
     written = read(target)
@@ -223,7 +224,8 @@ def test_a_target_that_is_there(tmp_path: Path, source: Path, capsys: pytest.Cap
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "full")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     before = beside(source)
     for name in ("full", "file", "link", "dangling", "source", "missing/target", "file/target"):
@@ -231,6 +233,8 @@ def test_a_target_that_is_there(tmp_path: Path, source: Path, capsys: pytest.Cap
     assert run(source, "") == 2
     errors = capsys.readouterr().err
     assert "full has files in it" in errors
+    for name in ("file", "link", "dangling"):
+        assert f"DST: expected a new folder, {tmp_path / name} is none" in errors
     assert "DST: expected a new folder, got ''" in errors
     assert beside(source) == before
     (tmp_path / "empty").mkdir()
@@ -258,7 +262,9 @@ def test_a_disk_that_is_too_small(
     assert run(source, tmp_path / "target") == 2
     assert f"bytes, and {needed:,} are free there" in capsys.readouterr().err
     assert beside(source) == ["source"]
-    free.free = needed + (2 << 20)
+    free.free = needed + sum(path.stat().st_size for path in source.iterdir())
+    assert run(source, tmp_path / "target") == 2  # all but the folder's own blocks
+    free.free += 1 << 20
     assert run(source, tmp_path / "target") == 0
 
 

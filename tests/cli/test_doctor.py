@@ -247,7 +247,7 @@ GOOD = {
             "system": "Linux",
             "versions": {
                 "numpy": "2.4.0",
-                "safetensors": "0.4.5",
+                "safetensors": "0.6.2",
                 "sentencepiece": "0.2.2",
                 "ml_dtypes": "0.5.4",
                 "tqdm": "4.67.1",

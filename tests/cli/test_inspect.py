@@ -9,13 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import metrale
 from gpu_runtime.host import HostBackend
 from gpu_runtime.limits import Limits
 from metrale.cli import main
 from metrale.demo import demo_model_path
+from tests.checkpoint.torch_files import write_bin
 
 DEMO = demo_model_path()
 
@@ -43,6 +46,15 @@ def test_the_demo_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "adapters": 0,
         "total": plan.total,
     }
+
+
+def test_a_model_of_pytorch_s_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(DEMO / "config.json", tmp_path)
+    arrays = load_file(DEMO / "model.safetensors")
+    write_bin(tmp_path / "pytorch_model.bin", {name: array.astype(np.float64) for name, array in arrays.items()})
+    assert main(["inspect", "--model", str(tmp_path), "--json", "--device", "host"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["parameters"], report["stored_dtypes"]) == (10_797_312, ["float64"])
 
 
 class Gpu(HostBackend):

@@ -11,6 +11,7 @@ import pytest
 
 import metrale
 from metrale.cli import main
+from metrale.cli.fingerprint import _files
 from metrale.cli.journal import Journal
 from metrale.demo import demo_model_path
 from tests.cli.conftest import FakeTranslator, Feed
@@ -198,6 +199,14 @@ def test_another_model_is_refused(
     shutil.copy(demo_model_path() / name, model)
     (model / "README.md").write_text("Notes.")
     assert translate(source, output, "--resume", *moved) == 1, "the same model, elsewhere"
+
+
+def test_weights_of_every_form_are_part_of_the_model(tmp_path: Path) -> None:
+    weights = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    weights += ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin", "pytorch_model.bin.index.json"]
+    for name in ("config.json", *weights, "training_args.bin", "README.md"):
+        (tmp_path / name).write_text(name)
+    assert [path.name for path in _files(tmp_path)] == ["config.json", *weights]
 
 
 def test_other_bad_words_are_refused(

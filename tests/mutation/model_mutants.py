@@ -9,6 +9,7 @@ Those of what serves many sequences at once are in `tests.mutation.serving_mutan
 from __future__ import annotations
 
 from tests.mutation.adapter_mutants import ADAPTER_MUTANTS
+from tests.mutation.checkpoint_mutants import CHECKPOINT_MUTANTS
 from tests.mutation.engine_mutants import ENGINE_MUTANTS
 from tests.mutation.hostile_mutants import HOSTILE_MUTANTS
 from tests.mutation.mutant import Mutant
@@ -263,16 +264,25 @@ MODEL_MUTANTS: list[Mutant] = [
         "staging",
         "metrale.nllb.staging",
         ("tests/nllb/test_staging.py",),
-        ("at = at.offset(room.nbytes)", "at = at.offset(0)"),
-        ("        self._gpu.event_synchronize(self._buffers[0][1])\n", ""),
-        ("        self._gpu.record_event(self._buffers[0][1], self._stream)\n        self._b", "        self._b"),
+        ("        self._gpu.synchronize(stream)\n        for part", "        for part"),
+        ("            self._gpu.synchronize(stream)\n\n", "            pass\n\n"),
+        ("fill(part.start, room)", "fill(0, room)"),
+        ("transfer.at.offset(done * itemsize)", "transfer.at"),
+        ("slot[part.offset : part.end]", "slot[: part.end - part.offset]"),
+        ("if stop and (part.offset != stop or", "if stop and ("),
+        (" or part.at - at != stop - start)", ")"),
+        ("-(-end // REGION_ALIGNMENT) * REGION_ALIGNMENT", "end"),
+        ("            done += count\n", "            done += count + 1\n"),
+        ("if slot_bytes - used < itemsize:", "if slot_bytes - used < 0:"),
+        ("    if parts:\n        yield parts", "    if parts and False:\n        yield parts"),
+        ("            jobs.stop()\n", "            pass\n"),
+        ("        self.stop()\n", "        pass\n"),
+        ("raise min(self._failures", "raise max(self._failures"),
         ("            self._gpu.event_synchronize(event)\n", "            pass\n"),
         ("if not self._gpu.event_query(event):", "if self._gpu.event_query(event):"),
         ("        self._gpu.record_event(self._events[self._next], stream)\n", ""),
         ("self._next = (self._next + 1) % len(self.slots)", "self._next = 0"),
-        ("undo.callback(gpu.destroy_stream, self._stream)", "undo.callback(gpu.default_stream)"),
-        ("values[done : done + len(room)]", "values[: len(room)]"),
-        ("            done += len(room)\n", "            done += len(room) + 1\n"),
+        ("undo.callback(gpu.destroy_stream, self._slots[-1][1])", "undo.callback(gpu.default_stream)"),
     ),
     *rules(
         "staging",
@@ -299,6 +309,7 @@ MODEL_MUTANTS: list[Mutant] = [
     *SERVING_MUTANTS,
     *SEARCH_MUTANTS,
     *ADAPTER_MUTANTS,
+    *CHECKPOINT_MUTANTS,
     *ENGINE_MUTANTS,
     *HOSTILE_MUTANTS,
 ]

@@ -33,7 +33,7 @@ CALLS = 50
 @pytest.fixture(autouse=True)
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load through buffers that are filled many times."""
-    monkeypatch.setattr(staging, "STAGING_BYTES", 2048)
+    monkeypatch.setattr(staging, "SLOT_BYTES", 2048)
 
 
 @dataclass(eq=False)

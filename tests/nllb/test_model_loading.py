@@ -85,7 +85,7 @@ def write_sparse(folder: Path) -> int:
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
 def test_loading_takes_the_model_and_a_few_buffers(tmp_path: Path, dtype: str, itemsize: int) -> None:
-    """At most 100 MiB beside the model: two chunks of 8 MiB as stored, and two page-locked buffers of 16 MiB.
+    """At most 100 MiB beside the model: two slots of 4 MiB for each of at most 8 threads, and what they convert.
 
     A copy of the whole checkpoint, or of its embedding alone (256 MiB as stored), would be found. The buffers are seen,
     else nothing was measured; they are gone afterwards.
@@ -99,6 +99,6 @@ def test_loading_takes_the_model_and_a_few_buffers(tmp_path: Path, dtype: str, i
     peak, after, weights, total, took = map(float, result.stdout.split())
     assert 0 <= weights - stored / 4 * itemsize < MIB
     assert total - MIB <= after < total + 24 * MIB
-    assert total + 32 * MIB < peak < total + 100 * MIB
+    assert total + 3 * MIB < peak < total + 100 * MIB
     assert took < 10
     assert time.perf_counter() - began < 20

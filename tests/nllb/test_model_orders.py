@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load through buffers that are filled many times."""
-    monkeypatch.setattr(staging, "STAGING_BYTES", 2048)
+    monkeypatch.setattr(staging, "SLOT_BYTES", 2048)
 
 
 class Unhurried(HostBackend):

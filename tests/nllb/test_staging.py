@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from gpu_runtime.errors import DeviceError
 from gpu_runtime.handles import PinnedMemory
 from gpu_runtime.host import HostBackend
 from metrale.nllb import staging
-from metrale.nllb.staging import Ring, Staging
+from metrale.nllb.staging import Ring, Staging, Transfer, pack, runs
 
 Array = NDArray[Any]
 
@@ -32,6 +34,7 @@ class LateBackend(HostBackend):
         self._late: list[tuple[Any, int]] = []
         self._recorded: dict[int, int] = {}
         self._done = 0
+        self._running = threading.Lock()
         self.waits = 0
         self.pinned: list[int] = []
         self.streams = 0
@@ -43,9 +46,10 @@ class LateBackend(HostBackend):
             raise DeviceError(f"{call}: failed as asked")
 
     def _run(self, count: int) -> None:
-        for source, at in self._late[self._done : count]:
-            super().copy_h2d_async(source, at)
-        self._done = max(self._done, count)
+        with self._running:
+            for source, at in self._late[self._done : count]:
+                super().copy_h2d_async(source, at)
+            self._done = max(self._done, count)
 
     def alloc_host_pinned(self, nbytes: int) -> PinnedMemory:
         self._fail("alloc_host_pinned")
@@ -57,6 +61,7 @@ class LateBackend(HostBackend):
         super().free_host_pinned(memory)
 
     def create_stream(self) -> int:
+        self._fail("create_stream")
         self.streams += 1
         return super().create_stream()
 
@@ -87,6 +92,7 @@ class LateBackend(HostBackend):
         self._run(self._recorded.get(event, 0))
 
     def synchronize(self, stream: Any = 0) -> None:
+        self._fail("synchronize")
         self._run(len(self._late))
         super().synchronize(stream)
 
@@ -99,8 +105,11 @@ def late() -> Iterator[LateBackend]:
         backend.sweep_unreleased()
 
 
-def copy(part: Array, room: Array) -> None:
-    room[...] = part
+def copied(values: Array) -> staging.Fill:
+    def fill(start: int, room: Array) -> None:
+        room[...] = values[start : start + len(room)]
+
+    return fill
 
 
 def bytes_at(gpu: GpuBackend, ptr: int, count: int) -> bytes:
@@ -109,77 +118,180 @@ def bytes_at(gpu: GpuBackend, ptr: int, count: int) -> bytes:
     return result.tobytes()
 
 
+TYPES = {"f32": np.float32, "f16": np.float16, "i32": np.int32}
+
+
 @pytest.mark.parametrize("size", [256, 1000, 4096, 1 << 20])
-def test_everything_arrives_whatever_the_size_of_the_buffers(
-    late: LateBackend, monkeypatch: pytest.MonkeyPatch, size: int
+@pytest.mark.parametrize("threads", [1, 3])
+def test_everything_arrives_whatever_the_size_of_the_slots(
+    late: LateBackend, monkeypatch: pytest.MonkeyPatch, threads: int, size: int
 ) -> None:
-    """Long and short pieces, of three types, through buffers that hold a part of a piece or all of them."""
-    monkeypatch.setattr(staging, "STAGING_BYTES", size)
+    """Long and short pieces, of three types, through slots that hold a part of a piece or all of them."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", size)
+    monkeypatch.setattr(staging, "THREADS", threads)
     rng = np.random.default_rng(1)
-    types = {"f32": np.float32, "f16": np.float16, "i32": np.int32}
-    pieces = [
-        (name, rng.integers(-9, 9, length).astype(types[name])) for length in (1, 7, 300, 5000, 3) for name in types
-    ]
-    base = late.alloc(sum(piece.nbytes for _, piece in pieces))
-    at = base
-    with Staging(late) as stage:
-        for name, piece in pieces:
-            at = stage.send(piece, name, at, copy)
-    assert at - base == sum(piece.nbytes for _, piece in pieces)
-    assert bytes_at(late, base, at - base) == b"".join(piece.tobytes() for _, piece in pieces)
+    pieces = [(name, rng.integers(-9, 9, length)) for length in (1, 7, 300, 0, 5000, 3) for name in TYPES]
+    arrays = [values.astype(TYPES[name]) for name, values in pieces]
+    base = late.alloc(sum(array.nbytes for array in arrays))
+    transfers, at = [], base
+    for (name, _), array in zip(pieces, arrays, strict=True):
+        transfers.append(Transfer(len(array), name, at, copied(array)))
+        at = at.offset(array.nbytes)
+    with Staging(late, 100_000) as stage:
+        stage.send(transfers)
+        expected = b"".join(array.tobytes() for array in arrays)
+        assert bytes_at(late, base, at - base) == expected  # on return, and not only at the end
+        stage.send([Transfer(len(arrays[-1]), "i32", base, copied(arrays[-1]))])
+    assert bytes_at(late, base, at - base) == arrays[-1].tobytes() + expected[arrays[-1].nbytes :]
 
 
-def test_the_host_waits_only_for_a_buffer_that_is_still_read(
-    late: LateBackend, monkeypatch: pytest.MonkeyPatch
+def test_slots_are_filled_side_by_side(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads meet in a barrier: each part is filled while another is."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+    monkeypatch.setattr(staging, "THREADS", 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    together = threading.Barrier(2, timeout=10)
+
+    def fill(start: int, room: Array) -> None:
+        together.wait()
+        room[...] = np.arange(start, start + len(room))
+
+    base = late.alloc(64 * 4 * 16)
+    with Staging(late, 1 << 20) as stage:
+        stage.send([Transfer(64 * 16, "i32", base, fill)])
+    assert bytes_at(late, base, 64 * 4 * 16) == np.arange(64 * 16, dtype=np.int32).tobytes()
+
+
+@pytest.mark.parametrize(("nbytes", "slots"), [(0, 1), (1000, 1), (4 << 20, 1), (5 << 20, 2), (1 << 40, 16)])
+def test_a_short_upload_takes_little_memory(
+    late: LateBackend, monkeypatch: pytest.MonkeyPatch, nbytes: int, slots: int
 ) -> None:
-    monkeypatch.setattr(staging, "STAGING_BYTES", 1024)
-    base = late.alloc(8192)
-    with Staging(late) as stage:
-        stage.send(np.arange(512, dtype=np.int32), "i32", base, copy)  # both buffers, without a wait
-        assert late.waits == 0
-        stage.send(np.arange(256, dtype=np.int32), "i32", base.offset(2048), copy)
-        assert late.waits == 1
-    expected = np.concatenate([np.arange(512, dtype=np.int32), np.arange(256, dtype=np.int32)])
-    assert bytes_at(late, base, 3072) == expected.tobytes()
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    with Staging(late, nbytes):
+        assert late.pinned == [max(min(nbytes, staging.SLOT_BYTES), 256) * slots]
+        assert late.streams == slots
 
 
-def test_a_short_upload_takes_little_memory(late: LateBackend) -> None:
-    with Staging(late, 1000):
-        assert late.pinned == [1000, 1000]
+def test_what_lies_together_is_copied_at_once() -> None:
+    """Four in a row, a gap on the device, one that does not end where the next may begin, and a second slot."""
+    at = DevicePtr(1 << 20)
+
+    def transfer(count: int, start: int) -> Transfer:
+        return Transfer(count, "f32", at.offset(start), copied(np.zeros(count)))
+
+    rows = [transfer(64, 256 * row) for row in range(4)]
+    others = [transfer(64, 2048), transfer(3, 2304), transfer(64, 2316), transfer(1000, 4096)]
+    [first, second] = pack([*rows, *others], 4096)
+    assert list(runs(first)) == [
+        (at, 0, 1024),
+        (at.offset(2048), 1024, 1292),
+        (at.offset(2316), 1536, 1792),
+        (at.offset(4096), 1792, 4096),
+    ]
+    assert list(runs(second)) == [(at.offset(4096 + 2304), 0, 1696)]
+    assert list(runs([])) == []
 
 
-@pytest.mark.parametrize("call", ["alloc_host_pinned", "create_event", "copy_h2d_async", "record_event"])
+@pytest.mark.parametrize("call", ["alloc_host_pinned", "create_stream", "copy_h2d_async", "synchronize"])
 def test_a_failure_leaves_nothing_behind(late: LateBackend, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """A copy that was under way is waited for."""
-    monkeypatch.setattr(staging, "STAGING_BYTES", 256)
-    base = late.alloc(1024)
+    """Copies that were under way are waited for, and so are the threads."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+    base = late.alloc(1 << 16)
+    threads = threading.active_count()
 
     def send() -> None:
-        with Staging(late) as stage:
-            stage.send(np.zeros(64, np.int32), "i32", base, copy)
+        with Staging(late, 1 << 16) as stage:
             late.failing = late.failing or call
-            stage.send(np.zeros(192, np.int32), "i32", base, copy)
+            stage.send([Transfer(8192, "i32", base, copied(np.zeros(8192, np.int32)))])
 
-    late.failing = call if call in ("alloc_host_pinned", "create_event") else ""
+    late.failing = call if call in ("alloc_host_pinned", "create_stream") else ""
     with pytest.raises(DeviceError, match=f"{call}: failed as asked"):
         send()
-    assert (late.pinned, late.streams) == ([], 0)
+    assert (late.pinned, late.streams, threading.active_count()) == ([], 0, threads)
 
 
-def test_what_fills_a_buffer_may_fail(late: LateBackend) -> None:
-    def refuse(part: Array, room: Array) -> None:
-        raise ValueError("no such number")
+@pytest.mark.parametrize("count", [4, 100_000])
+def test_what_fills_a_slot_may_fail(late: LateBackend, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """It is the first failure, by place, that is raised; what comes before it is sent, and what comes later is not."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+    asked: list[int] = []
 
-    def send() -> None:
-        with Staging(late) as stage:
-            stage.send(np.zeros(4, np.int32), "i32", base, copy)
-            stage.send(np.zeros(4, np.int32), "i32", base.offset(16), refuse)
+    def refuse(start: int, room: Array) -> None:
+        asked.append(start)
+        raise ValueError(f"no number {start}")
 
-    base = late.alloc(1024)
-    with pytest.raises(ValueError, match="no such number"):
-        send()
+    base = late.alloc(256 + 4 * count)
+    with Staging(late, 1 << 20) as stage, pytest.raises(ValueError, match="no number 0"):
+        stage.send(
+            [
+                Transfer(64, "i32", base, copied(np.ones(64, np.int32))),
+                Transfer(count, "i32", base.offset(256), refuse),
+            ]
+        )
     assert late.pinned == []
-    assert bytes_at(late, base, 16) == bytes(16)
+    assert bytes_at(late, base, 256) == np.ones(64, np.int32).tobytes()
+    assert 1 <= len(asked) <= staging.THREADS
+
+
+def test_what_says_what_to_send_may_fail(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+    base = late.alloc(512)
+
+    def transfers() -> Iterator[Transfer]:
+        yield Transfer(64, "i32", base, copied(np.ones(64, np.int32)))
+        yield Transfer(1, "i32", base.offset(256), copied(np.ones(1, np.int32)))
+        raise LookupError("no such tensor")
+
+    with Staging(late, 512) as stage, pytest.raises(LookupError, match="no such tensor"):
+        stage.send(transfers())
+    assert bytes_at(late, base, 256) == np.ones(64, np.int32).tobytes()
+
+
+def test_of_two_failures_the_first_by_place_is_raised(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the other comes first."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+    monkeypatch.setattr(staging, "THREADS", 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    together, later = threading.Barrier(2, timeout=10), threading.Event()
+
+    def refuse(start: int, room: Array) -> None:
+        together.wait()
+        if start:
+            later.set()
+        else:
+            assert later.wait(10)
+            time.sleep(0.01)
+        raise ValueError(f"no number {start}")
+
+    base = late.alloc(512)
+    with Staging(late, 512) as stage, pytest.raises(ValueError, match="no number 0"):
+        stage.send([Transfer(128, "i32", base, refuse)])
+
+
+def test_an_interrupt_waits_for_the_threads(late: LateBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while the caller waits for the threads, as Ctrl-C does."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", 256)
+    interrupted = threading.Event()
+    filled: list[int] = []
+
+    def fill(start: int, room: Array) -> None:
+        assert interrupted.wait(10)
+        filled.append(start)
+
+    class Interrupted(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            if not interrupted.is_set():
+                interrupted.set()
+                raise KeyboardInterrupt
+            super().join(timeout)
+
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    base = late.alloc(1 << 20)
+    threads = threading.active_count()
+    with Staging(late, 1 << 20) as stage, pytest.raises(KeyboardInterrupt):
+        stage.send([Transfer(1 << 18, "i32", base, fill)])
+    assert threading.active_count() == threads
+    assert len(filled) < 4096
 
 
 def push(ring: Ring, value: int, at: DevicePtr) -> None:
