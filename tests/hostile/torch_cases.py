@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from safetensors.numpy import load_file
 
+from tests.checkpoint import test_torch_archives as archives
 from tests.checkpoint import test_torch_hostile as made
 from tests.checkpoint.torch_files import write_bin, write_bin_shards
 from tests.hostile import damage, stage
@@ -93,10 +94,10 @@ def _files() -> Iterator[Case]:
     for name, (view, _) in made.VIEWS.items():
         build_view = lambda folder, view=view: write_bin(folder / BIN, {"w": view, "fine": made.ONE})  # noqa: E731
         yield _refused(f"view {name}", "tensor 'w'|not integers", build_view)
-    for name, (change, _) in made.ARCHIVES.items():
+    for name, (change, _) in archives.ARCHIVES.items():
 
         def lying(folder: Path, change: Callable[[Any], object] = change) -> None:
-            archive = made.Archive(folder / BIN)
+            archive = archives.Archive(folder / BIN)
             change(archive)
             (folder / BIN).write_bytes(archive.data)
 
