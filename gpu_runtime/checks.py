@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from gpu_runtime.errors import told
+
 ADDRESS_LIMIT: Final = 1 << 64
 
 
@@ -29,17 +31,17 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
     number = value if type(value) is int else _index(name, value)
     if (low is not None and number < low) or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"{low} to {high}" if low is not None else f"at most {high}"
-        raise ValueError(f"{name}: expected {bounds}, got {number}")
+        raise ValueError(f"{name}: expected {bounds}, got {told(number)}")
     return number
 
 
 def _index(name: str, value: Any) -> int:
     if isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
+        raise TypeError(f"{name}: expected an integer, got {told(value)}")
     try:
         return int(operator.index(value))
     except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+        raise TypeError(f"{name}: expected an integer, got {told(value)}") from None
 
 
 def address(name: str, value: Any) -> int:
@@ -72,11 +74,11 @@ def float32(name: str, value: Any) -> float:
         When it is finite and float32 cannot hold it.
     """
     if isinstance(value, bool | np.bool_) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
+        raise TypeError(f"{name}: expected a number, got {told(value)}")
     try:
         # "<f", not "f": only the standard format refuses what overflows
         return float(struct.unpack("<f", struct.pack("<f", float(value)))[0])
     except TypeError:
-        raise TypeError(f"{name}: expected a number, got {value!r}") from None
+        raise TypeError(f"{name}: expected a number, got {told(value)}") from None
     except OverflowError:
-        raise ValueError(f"{name}: expected a number that float32 can hold, got {value!r}") from None
+        raise ValueError(f"{name}: expected a number that float32 can hold, got {told(value)}") from None

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+MOST_VALUE: Final = 300
+"""Characters of a value that a message shows."""
 
 
 def restore(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
@@ -12,6 +15,21 @@ def restore(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, A
     error.args = args
     error.__dict__.update(state)
     return error
+
+
+def told(value: object) -> str:
+    """Return a value as text for a message, cut when it is long. Never raises, whatever the value's ``repr`` does."""
+    if type(value) is int and value.bit_length() > MOST_VALUE:  # repr refuses thousands of digits
+        return f"an int of {value.bit_length()} bits"
+    try:
+        return cut(repr(value), MOST_VALUE)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text of at most ``most`` characters, with a sign where there were more: near the end, which is kept."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} [...] {text[-(most // 4) :]}"
 
 
 class GpuRuntimeError(RuntimeError):

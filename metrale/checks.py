@@ -8,8 +8,10 @@ import numbers
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
+
 from gpu_runtime import checks
-from metrale.errors import InvalidInput
+from metrale.errors import InvalidInput, told
 
 T = TypeVar("T")
 
@@ -27,7 +29,7 @@ def integer(argument: str, value: object, low: int, high: int | None = None, exp
         return checks.integer(argument, value, low, high)
     except (TypeError, ValueError):
         span = f"at least {low:,}" if high is None else f"{low:,} to {high:,}"
-        raise InvalidInput(argument, expected or f"an int of {span}", repr(value)) from None
+        raise InvalidInput(argument, expected or f"an int of {span}", told(value)) from None
 
 
 def real(argument: str, value: object, low: float, high: float, expected: str) -> float:
@@ -39,14 +41,27 @@ def real(argument: str, value: object, low: float, high: float, expected: str) -
         When it is no real number (a bool is none), not finite, or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidInput(argument, expected, value)
+        raise InvalidInput(argument, expected, told(value))
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
-        raise InvalidInput(argument, expected, value)
+        raise InvalidInput(argument, expected, told(value))
     return number
+
+
+def flag(argument: str, value: object) -> bool:
+    """Return a bool, Python's or NumPy's, as Python's.
+
+    Raises
+    ------
+    InvalidInput
+        When it is something else: of "false" or an array it cannot be known what is meant.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidInput(argument, "True or False", told(value))
+    return bool(value)
 
 
 def listed(argument: str, values: object, expected: str) -> list[Any]:
@@ -57,9 +72,12 @@ def listed(argument: str, values: object, expected: str) -> list[Any]:
     InvalidInput
         When it is none.
     """
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise InvalidInput(argument, expected, repr(values)[:80])
-    return list(values)
+    if not isinstance(values, str | bytes) and isinstance(values, Iterable):
+        try:
+            return list(values)
+        except TypeError:  # an array without an axis says that it is iterable
+            pass
+    raise InvalidInput(argument, expected, told(values))
 
 
 def kept(values: T) -> T | tuple[Any, ...]:

@@ -3,9 +3,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-from gpu_runtime.errors import restore
+from gpu_runtime.errors import MOST_VALUE, cut, restore, told
+
+_MOST_PROBLEM: Final = 1000
+"""Characters of one problem of a checkpoint: a name in a file may have millions."""
+
+_MOST_PROBLEMS: Final = 100
+"""Problems that a message has; a configuration of another model may disagree with thousands of tensors."""
+
+
+__all__ = [
+    "CheckpointError",
+    "InvalidInput",
+    "MetraleError",
+    "NoFreeSlot",
+    "NonFiniteLogits",
+    "NotSupported",
+    "SequenceError",
+    "UnknownLanguage",
+    "told",
+]
 
 
 class MetraleError(Exception):
@@ -27,7 +46,7 @@ class InvalidInput(MetraleError, ValueError):
     def __init__(self, argument: str, expected: str, got: object) -> None:
         self.argument = argument
         self.expected = expected
-        self.got = got if isinstance(got, str) else repr(got)
+        self.got = cut(got, MOST_VALUE) if isinstance(got, str) else told(got)
         super().__init__(f"{argument}: expected {expected}, got {self.got}")
 
 
@@ -41,12 +60,24 @@ class UnknownLanguage(InvalidInput):
 
 
 class CheckpointError(MetraleError, ValueError):
-    """A checkpoint folder that cannot be loaded. ``problems`` lists every reason found, one sentence each."""
+    """A checkpoint folder that cannot be loaded.
+
+    Attributes
+    ----------
+    path : str
+        The folder, or the file in it.
+    problems : list of str
+        Every reason found, one sentence each. The message has the first hundred.
+    """
 
     def __init__(self, path: object, problems: str | list[str]) -> None:
         self.path = str(path)
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        body = self.problems[0] if len(self.problems) == 1 else "".join(f"\n  - {p}" for p in self.problems)
+        listed = [problems] if isinstance(problems, str) else problems
+        self.problems = [cut(problem, _MOST_PROBLEM) for problem in listed]
+        shown = self.problems[:_MOST_PROBLEMS]
+        if len(shown) < len(self.problems):
+            shown.append(f"and {len(self.problems) - len(shown)} more, which the error's problems list")
+        body = shown[0] if len(shown) == 1 else "".join(f"\n  - {problem}" for problem in shown)
         super().__init__(f"{self.path}: {body}")
 
 

@@ -16,9 +16,10 @@ from gpu_runtime.backend import GpuBackend
 from gpu_runtime.config import Config
 from gpu_runtime.errors import BackendUnavailable
 from gpu_runtime.opening import open_backend
-from metrale.checkpoint import open_checkpoint
+from metrale.checkpoint import open_checkpoint, require_path
 from metrale.checkpoint.peft import CONFIG_FILE as _ADAPTER_FILE
-from metrale.errors import CheckpointError, InvalidInput
+from metrale.checks import flag
+from metrale.errors import CheckpointError, InvalidInput, told
 from metrale.hub import resolve
 from metrale.nllb.admission import Languages
 from metrale.nllb.checks import token_id
@@ -94,8 +95,7 @@ def load(
     gpu_runtime.BackendUnavailable
         When the device cannot be opened; it says why. Only ``"auto"`` ever takes another device instead.
     """
-    if not isinstance(legacy_order, bool):
-        raise InvalidInput("legacy_order", "True or False", repr(legacy_order))
+    legacy_order = flag("legacy_order", legacy_order)
     folders = _adapter_folders(adapters)
     room = len(folders) if max_adapters is None else max_adapters
     limits = ServingLimits(max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes, room, max_lora_rank)
@@ -143,7 +143,7 @@ def _adapter_folders(adapters: Mapping[str, PathLike] | None) -> dict[str, PathL
         return {}
     if not isinstance(adapters, Mapping) or not all(isinstance(name, str) and name for name in adapters):
         raise InvalidInput("adapters", "a mapping of names to folders", adapters)
-    return dict(adapters)
+    return {name: require_path(f"adapters[{told(name)}]", folder) for name, folder in adapters.items()}
 
 
 def memory_plan(
@@ -253,18 +253,18 @@ def device_name(device: object) -> str:
         When it, or the environment's setting, is not the name of a device.
     """
     origin = "device"
-    if device == "auto":
+    if isinstance(device, str) and device == "auto":
         origin, device = "METRALE_DEVICE", Config.from_env().device
     if not isinstance(device, str) or not _DEVICE.fullmatch(device):
         open_too = " or an open backend" if origin == "device" else ""
-        raise InvalidInput(origin, f"'auto', 'host', 'cuda', 'cuda:N'{open_too}", repr(device))
+        raise InvalidInput(origin, f"'auto', 'host', 'cuda', 'cuda:N'{open_too}", told(device))
     return device
 
 
 def _check_dtype(dtype: str) -> None:
     known = ("auto", *map(dtypes.long_name, dtypes.FLOAT_TYPES))
-    if dtype not in known:
-        raise InvalidInput("dtype", f"one of {', '.join(known)}", repr(dtype))
+    if not isinstance(dtype, str) or dtype not in known:
+        raise InvalidInput("dtype", f"one of {', '.join(known)}", told(dtype))
 
 
 def element_type(dtype: str, gpu: GpuBackend) -> str:
@@ -296,5 +296,5 @@ def _language(argument: str, given: str | int | None, tokenizer: Tokenizer | Non
     if not isinstance(given, str):
         return token_id(argument, given, vocab)
     if tokenizer is None:
-        raise InvalidInput(argument, "a token id (without a tokenizer the checkpoint knows no codes)", repr(given))
+        raise InvalidInput(argument, "a token id (without a tokenizer the checkpoint knows no codes)", told(given))
     return tokenizer.language_id(given, argument)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from metrale.checkpoint import WEIGHT_FORMS, shard_names
-from metrale.errors import CheckpointError, InvalidInput
+from metrale.checkpoint import WEIGHT_FORMS, require_path, shard_names
+from metrale.errors import CheckpointError
 from metrale.nllb.config import CONFIG_FILE, GENERATION_FILE
 from metrale.nllb.tokenizer import TOKENIZER_FILES
 
@@ -70,8 +70,7 @@ def resolve(path: str | os.PathLike[str], *, progress: bool = True) -> Path:
         When an id cannot be had. It says what to do: install the package, name a repository or a revision that is
         there, get access, or download the files by hand.
     """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise InvalidInput("path", "the path of a checkpoint folder, or an id of the Hugging Face Hub", repr(path))
+    require_path("path", path)
     wanted = hub_id(path)
     if wanted is None or os.path.lexists(path):
         return Path(path)

@@ -8,7 +8,7 @@ from metrale.checkpoint.folder import Checkpoint, open_checkpoint
 from metrale.checkpoint.forms import WEIGHT_FORMS, shard_names, weight_files
 from metrale.checkpoint.json_fields import FieldReader
 from metrale.checkpoint.json_file import read_json_object
-from metrale.checkpoint.paths import read_file, require_folder
+from metrale.checkpoint.paths import read_file, require_folder, require_path
 from metrale.checkpoint.peft import LoraModule, PeftAdapter, open_adapter
 from metrale.checkpoint.saving import Shard, plan_shards, save_shards
 from metrale.checkpoint.tensor import FLOAT_DTYPES, TensorInfo
@@ -29,6 +29,7 @@ __all__ = [
     "read_file",
     "read_json_object",
     "require_folder",
+    "require_path",
     "save_shards",
     "shard_names",
     "weight_files",

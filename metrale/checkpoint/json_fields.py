@@ -119,7 +119,10 @@ class FieldReader:
 
 def shown(value: object) -> str:
     """Return a JSON value as text for a message: escaped, and cut when long."""
-    text = json.dumps(value, default=repr)
+    try:
+        text = json.dumps(value, default=repr)
+    except RecursionError:  # read with just as many levels left as it has
+        text = f"a deeply nested {'object' if isinstance(value, dict) else 'array'}"
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 

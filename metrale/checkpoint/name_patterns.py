@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from typing import Final, Generic, TypeVar
 
@@ -19,6 +20,9 @@ MOST_LENGTH: Final = 512
 
 MOST_NAME: Final = 128
 """Characters of a name that patterns are held against."""
+
+MOST_SECONDS: Final = 2.0
+"""Processor time for all names and patterns. Those of one module each, for a thousand modules, take about one."""
 
 MOST_REPEATS: Final = 2
 MOST_GROUPS: Final = 2
@@ -42,6 +46,8 @@ class NamePatterns(Generic[T]):
 
     def __init__(self, values: Mapping[str, T], source: str, problems: list[str]) -> None:
         self._patterns: list[tuple[re.Pattern[str], T]] = []
+        self._source, self._problems = source, problems
+        self._left = MOST_SECONDS
         if len(values) > MOST_PATTERNS:
             problems.append(f"{source}: has {len(values)} patterns, and at most {MOST_PATTERNS} are read")
             return
@@ -56,12 +62,22 @@ class NamePatterns(Generic[T]):
             problems.append(f"{source}: the pattern {shown(pattern)} {why}")
 
     def value(self, name: str, default: T) -> T:
-        """Return the value for a module, or ``default``; no pattern is tried on a name above `MOST_NAME`."""
+        """Return the value for a module, or ``default``; no pattern is tried on a name above `MOST_NAME`.
+
+        When all that was tried has taken too long, it adds a problem, once, and tries no more.
+        """
         if len(name) > MOST_NAME:
             return default
+        end = time.thread_time() + self._left
         for pattern, value in self._patterns:
             if pattern.match(name):
+                self._left = end - time.thread_time()
                 return value
+            if time.thread_time() > end:
+                self._problems.append(f"{self._source}: its patterns take too long to be held against all modules")
+                self._patterns = []
+                break
+        self._left = end - time.thread_time()
         return default
 
 

@@ -6,9 +6,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from metrale.errors import CheckpointError
+from metrale.errors import CheckpointError, InvalidInput, told
 
 _LFS_POINTER = b"version https://git-lfs"
+
+
+def require_path(argument: str, value: object) -> str:
+    """Return a path that is text. The empty one would be the current folder.
+
+    Raises
+    ------
+    InvalidInput
+        When it is something else; it names ``argument``.
+    """
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise InvalidInput(argument, "the path of a folder", told(value))
+    return path
 
 
 def require_folder(path: str | os.PathLike[str]) -> Path:
@@ -16,10 +30,12 @@ def require_folder(path: str | os.PathLike[str]) -> Path:
 
     Raises
     ------
+    InvalidInput
+        When it is no path.
     CheckpointError
         When it is missing, a file, empty, or unreadable.
     """
-    folder = Path(path)
+    folder = Path(require_path("path", path))
     try:
         with os.scandir(folder) as entries:
             empty = next(entries, None) is None
@@ -45,7 +61,7 @@ def require_file(path: Path) -> None:
     try:
         if path.is_file():
             return
-        there = os.path.lexists(path) and not path.is_symlink()
+        there = path.exists() or (os.path.lexists(path) and not path.is_symlink())
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from error
     raise CheckpointError(path, "is not a regular file" if there else "there is no such file")

@@ -33,6 +33,9 @@ _BITS: Final = (
 )
 """Bits of an element of every dtype of the format."""
 
+_MOST_HEADER: Final = 8 << 20
+"""Bytes of a header that is read: some 70,000 tensors. The library would take a hundred megabytes, with a million."""
+
 
 class SafetensorsFile:
     """An open safetensors file.
@@ -52,6 +55,7 @@ class SafetensorsFile:
         self.path = path
         require_file(path)
         try:
+            _refuse_large_header(path)
             with cast("Any", safe_open(path, framework="numpy")) as handle:  # its methods are not annotated
                 infos = [_describe(handle, name) for name in handle.offset_keys()]
         except SafetensorError as error:
@@ -99,6 +103,13 @@ def _offsets(path: Path, infos: list[TensorInfo]) -> dict[str, int]:
     if at != path.stat().st_size:
         raise CheckpointError(path, f"has {path.stat().st_size} bytes, expected {at} by its header")
     return offsets
+
+
+def _refuse_large_header(path: Path) -> None:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if _MOST_HEADER < length <= path.stat().st_size - 8:  # a header that is not all there is the library's to refuse
+        raise CheckpointError(path, f"has a header of {length} bytes, and at most {_MOST_HEADER} are read")
 
 
 def _why_unreadable(path: Path, error: SafetensorError) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -12,9 +13,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
-from metrale.checks import integer, real
+from metrale.checks import flag, integer, real
 from metrale.engine.checked import checked_request
 from metrale.engine.errors import EngineClosed, EngineError, QueueFull
 from metrale.engine.handle import RequestHandle
@@ -25,6 +26,8 @@ from metrale.engine.waiting import AGING_SECONDS, WaitingQueue
 from metrale.engine.worker import Policy, Worker
 from metrale.errors import InvalidInput, NotSupported
 from metrale.model import Model
+
+_SECONDS: Final = f"seconds from 0 to {threading.TIMEOUT_MAX:.0f}, or None"
 
 
 class Engine:
@@ -87,6 +90,8 @@ class Engine:
         self._capacity = model.capacity()
         self._vocab = model.vocab_size()
         slots = self._capacity.max_sequences
+        if not callable(clock):
+            raise InvalidInput("clock", "a callable", clock)
         policy = Policy(
             max_lanes=slots if max_lanes is None else integer("max_lanes", max_lanes, 1, slots),
             max_prefill_tokens=integer("max_prefill_tokens", max_prefill_tokens, 1),
@@ -143,6 +148,9 @@ class Engine:
         EngineClosed
             When the engine is closed, or was closed meanwhile.
         """
+        block = flag("block", block)
+        if timeout is not None:
+            timeout = real("timeout", timeout, 0.0, math.inf, "a finite number of seconds, 0 at least, or None")
         handle = self._handle(request)
         if not handle.done:
             may_wait = block and threading.current_thread() is not self._thread
@@ -222,8 +230,7 @@ class Engine:
             Seconds to wait, after which the requests still in are cancelled all the same.
         """
         if timeout is not None:
-            expected = f"seconds from 0 to {threading.TIMEOUT_MAX:.0f}, or None"
-            timeout = real("timeout", timeout, 0.0, threading.TIMEOUT_MAX, expected)
+            timeout = real("timeout", timeout, 0.0, threading.TIMEOUT_MAX, _SECONDS)
         if os.getpid() != self._pid:  # the thread is the parent's, and locks may be as it held them at the fork
             return
         self._queue.close()

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any, Final
 
+from metrale.checks import real
 from metrale.engine.errors import EngineError, text_of
 from metrale.engine.request import FinishReason, Generated, Request
 from metrale.engine.wakeup import LoopWakeup, ThreadWakeup
@@ -167,6 +168,8 @@ class RequestHandle:
         EngineError
             When it is called on the engine's own thread, in a callback, before the request has ended.
         """
+        if timeout is not None:
+            timeout = real("timeout", timeout, -math.inf, math.inf, "a finite number of seconds, or None")
         if self._reason is None:
             self._wait(None, timeout)
             if self._reason is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, Literal, Self
 
-from metrale.checks import integer, real
+from metrale.checks import flag, integer, listed, real
 from metrale.engine.errors import RequestFailed
 from metrale.errors import InvalidInput
 from metrale.model import GREEDY, BeamParams, Hypothesis, SamplingParams
@@ -109,8 +109,7 @@ class Request:
         if self.timeout is not None:
             expected = "a finite number of seconds above 0, or None"
             object.__setattr__(self, "timeout", real("timeout", self.timeout, _LEAST_SECONDS, math.inf, expected))
-        if not isinstance(self.logprobs, bool):
-            raise InvalidInput("logprobs", "a bool", self.logprobs)
+        object.__setattr__(self, "logprobs", flag("logprobs", self.logprobs))
         if self.on_token is not None and not callable(self.on_token):
             raise InvalidInput("on_token", "a callable or None", self.on_token)
         if inspect.iscoroutinefunction(self.on_token):
@@ -202,9 +201,7 @@ class Generated:
 
 def _ids(argument: str, values: Iterable[int]) -> tuple[int, ...]:
     """Return ids as a tuple of ints; an error names the first wrong one as ``argument[i]``."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise InvalidInput(argument, "an iterable of ids", values)
     return tuple(
         value if type(value) is int and 0 <= value <= _MOST else integer(f"{argument}[{index}]", value, 0, _MOST)
-        for index, value in enumerate(values)
+        for index, value in enumerate(listed(argument, values, "an iterable of ids"))
     )

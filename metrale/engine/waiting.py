@@ -9,11 +9,14 @@ and by no later one.
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Any, Final, Literal
 
+from metrale.checks import real
 from metrale.engine.errors import EngineClosed, QueueFull
 from metrale.engine.handle import RequestHandle, Wakeup
 from metrale.engine.wakeup import LoopWakeup, ThreadWakeup
@@ -52,8 +55,7 @@ class WaitingQueue:
     ) -> None:
         if bound < 1:
             raise InvalidInput("bound", "at least 1", bound)
-        if not 0 < aging < float("inf"):
-            raise InvalidInput("aging", "a finite number of seconds above 0", aging)
+        aging = real("aging", aging, sys.float_info.min, math.inf, "a finite number of seconds above 0")
         self._bound = bound
         self._aging = aging
         self._on_arrival = on_arrival

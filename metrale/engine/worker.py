@@ -136,8 +136,9 @@ class Worker:
         """Serve requests until told to stop."""
         try:
             self._model.bind_gpu_to_thread()
-            while self._stopping is None and not (self._draining and self._is_idle()):
-                if not self._turn():
+            while not self._is_over():
+                # Looked at again: a turn takes the call by which `stop` would end a rest.
+                if not self._turn() and not self._is_over():
                     self._rest()
         except Exception as error:
             log.exception("the engine stops: a fault of its own")
@@ -153,6 +154,9 @@ class Worker:
             self._steps.close()
         except Exception as fault:  # the model's backend is closed, say: then it is gone with that
             log.warning("the engine could not give back what it had of the model: %s", fault)
+
+    def _is_over(self) -> bool:
+        return self._stopping is not None or (self._draining and self._is_idle())
 
     def _is_idle(self) -> bool:
         return not (self._lanes or self._swapped or len(self._queue) or self._queue.blocked)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
+from metrale.checks import listed
 from metrale.model.beam_types import BeamReq, Hypothesis
 from metrale.model.refusal import refusal
 from metrale.model.streams import ModelStreams
@@ -209,6 +210,7 @@ class ModelForward(ModelStreams, ABC):
 
         Returns what ``prefill`` returns. Default: ``prefill_chunk`` with all of it in one chunk.
         """
+        tokens = listed("tokens", tokens, "a sequence of ids")
         return self.prefill_chunk(tokens, seq, 0, len(tokens), True, stream)
 
     def is_mla(self) -> bool:

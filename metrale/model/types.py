@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal, TypeAlias
 
 from gpu_runtime.pointer import DevicePtr
+from metrale.checks import flag, integer, kept, listed
 from metrale.errors import InvalidInput, MetraleError
 
 LogitsDtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
@@ -142,9 +143,13 @@ class PrefillSlice:
     chunk_len: int
     is_last_chunk: bool
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_tokens", kept(self.prompt_tokens))
+
     @classmethod
     def whole(cls, tokens: Sequence[int], seq: SequenceState) -> PrefillSlice:
         """Return the slice that prefills all of ``tokens`` in one chunk."""
+        tokens = listed("tokens", tokens, "a sequence of ids")
         return cls(tokens, seq, 0, len(tokens), True)
 
 
@@ -205,10 +210,12 @@ class FeedSource:
     sampled: bool = False
 
     def __post_init__(self) -> None:
-        given = [value for value in (self.token, self.from_row) if value is not None]
-        if len(given) + self.sampled != 1 or any(value < 0 for value in given):
+        given = {name: value for name in ("token", "from_row") if (value := getattr(self, name)) is not None}
+        for name, value in given.items():
+            object.__setattr__(self, name, integer(name, value, 0))
+        if len(given) + flag("sampled", self.sampled) != 1:
             got = (self.token, self.from_row, self.sampled)
-            raise InvalidInput("FeedSource", "one of token, from_row and sampled, not negative", got)
+            raise InvalidInput("FeedSource", "one of token, from_row and sampled", got)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +233,11 @@ class RowMask:
     banned: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.banned) > self.MAX_IDS or any(token < 0 for token in self.banned):
-            raise InvalidInput("banned", f"at most {self.MAX_IDS} ids, none negative", self.banned)
+        given = listed("banned", self.banned, "a sequence of ids")
+        if len(given) > self.MAX_IDS:
+            raise InvalidInput("banned", f"at most {self.MAX_IDS} ids", self.banned)
+        ids = tuple(integer(f"banned[{place}]", token, 0) for place, token in enumerate(given))
+        object.__setattr__(self, "banned", ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from metrale.checks import integer
-from metrale.errors import InvalidInput, SequenceError
+from metrale.errors import InvalidInput, SequenceError, told
 from metrale.nllb.sequences import SequenceTable
 
 
@@ -83,7 +83,7 @@ class AdapterSlots:
 
     def check(self, slot: object) -> None:
         """Refuse a sequence's ``adapter_slot`` that is neither -1 nor resident; note that it was asked for."""
-        if slot != -1:
+        if integer("adapter_slot", slot, -1, expected="-1, or the slot of a resident adapter") != -1:
             self._touch(self.resident(slot))
 
     def digest(self, slot: int) -> str | None:
@@ -97,7 +97,7 @@ class AdapterSlots:
         slot = self.names().get(name) if isinstance(name, str) else None
         if slot is None:
             raise InvalidInput(
-                "name", f"the name of a resident adapter ({self._shown() or 'there is none'})", repr(name)
+                "name", f"the name of a resident adapter ({self._shown() or 'there is none'})", told(name)
             )
         self._touch(self.resident(slot))
         self._active = name

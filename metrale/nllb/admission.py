@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from metrale.errors import InvalidInput, SequenceError
+from metrale.checks import flag, integer
+from metrale.errors import InvalidInput, SequenceError, told
 from metrale.model import PrefillSlice, ScoreReq, SequenceState
 from metrale.nllb.adapter_slots import AdapterSlots
 from metrale.nllb.checks import token_id, token_ids
@@ -89,15 +90,19 @@ class Admission:
             When the chunk is not the whole source, an id, a language or the length is out of range, or the sequence
             asks for an adapter that is not resident.
         """
+        if not isinstance(one, PrefillSlice):
+            raise InvalidInput(argument, "a PrefillSlice", one)
         span = self._table.span(one.seq)
         self._adapters.check(one.seq.adapter_slot)
-        if one.chunk_start != 0 or not one.is_last_chunk or one.chunk_len != len(one.prompt_tokens):
+        tokens = token_ids(argument, one.prompt_tokens, self._shape.vocab)
+        start, length = (integer(f"{argument}: {name}", getattr(one, name), 0) for name in ("chunk_start", "chunk_len"))
+        last = flag(f"{argument}: is_last_chunk", one.is_last_chunk)
+        if (start, length, last) != (0, len(tokens), True):
             raise InvalidInput(
                 f"{argument}: chunk",
-                f"the whole source in one chunk (0, {len(one.prompt_tokens)}, last)",
-                f"({one.chunk_start}, {one.chunk_len}, {'last' if one.is_last_chunk else 'not last'})",
+                f"the whole source in one chunk (0, {len(tokens)}, last)",
+                f"({told(start)}, {told(length)}, {'last' if last else 'not last'})",
             )
-        tokens = token_ids(argument, one.prompt_tokens, self._shape.vocab)
         source_language, target_language = self.language_ids(one.seq)
         eos = self._shape.config.eos_token_id[0]
         source = framed(source_language, tokens, eos, legacy_order=self._legacy_order)

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,6 +34,8 @@ from metrale.model import (
 )
 
 Check: TypeAlias = Callable[[BeamReq, BeamParams, SamplingParams], None]
+
+_MOST: Final = (1 << 31) - 1
 
 _RESULTS: Final = 3  # of a choice: id, log-probability, flags
 
@@ -128,11 +130,13 @@ class BeamBatch:
             raise InvalidInput(name, "a BeamReq", req)
         capacity = self._capacity
         try:
-            integer("max_new", req.max_new, 1)
+            most, least = integer("max_new", req.max_new, 1, _MOST), integer("min_new", req.min_new, 0, _MOST)
+            req = replace(req, max_new=most, min_new=least)  # NumPy's integers wrap when something is added
             job = _Job(index, req, req.beam_params(), req.sampling_params(tuple(sorted(capacity.eos_ids))))
             self._check(req, job.beams, job.params)
         except InvalidInput as error:
-            raise InvalidInput(f"{name}.{error.argument}", error.expected, error.got) from None
+            argument = error.argument.replace("bad_words", "bad_words_ids")
+            raise InvalidInput(f"{name}.{argument}", error.expected, error.got) from None
         given = 1 + len(req.prefix_tokens) if len(req.prefix_tokens) else 0  # the language, which else counts
         for what, count, most in (
             ("num_beams", job.beams.num_beams, capacity.max_beams),

@@ -17,6 +17,9 @@ _MOST_ENCODER_TOKENS: Final = 16384
 
 WORD_ROOM: Final = 1024
 """Ints of a slot's table of bad words: two, and for each word its ids and one more."""
+MOST_COUNT: Final = (1 << 31) - 1
+MOST_BYTES: Final = (1 << 63) - 1
+"""Above these no device has room, and sizes leave what its calls count with."""
 MOST_ADAPTERS: Final = 4096
 MOST_RANK: Final = 4096
 """Above these a pool of adapters has no use, and its sizes leave what a kernel counts with."""
@@ -47,7 +50,7 @@ class ServingLimits:
     Raises
     ------
     InvalidInput
-        When one of them is not an int, or is too small.
+        When one of them is not an int, or out of range.
     """
 
     max_batch: int = 32
@@ -63,7 +66,8 @@ class ServingLimits:
         for name, low in {**least, "max_encoder_tokens": self.max_source_len}.items():
             value = getattr(self, name)
             if value is not None or name in ("max_batch", "max_source_len", "max_new_tokens"):
-                object.__setattr__(self, name, integer(name, value, low))
+                high = MOST_BYTES if name == "kv_bytes" else MOST_COUNT
+                object.__setattr__(self, name, integer(name, value, low, high))
         for name, low, high in (("max_adapters", 0, MOST_ADAPTERS), ("max_lora_rank", 1, MOST_RANK)):
             object.__setattr__(self, name, integer(name, getattr(self, name), low, high))
 

@@ -16,7 +16,7 @@ from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.checks import integer
-from metrale.errors import InvalidInput
+from metrale.errors import InvalidInput, told
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.turns import Turn
 
@@ -73,7 +73,7 @@ class LogitsRows:
             index = arena.index(ptr)
         except (InvalidPointer, TypeError, ValueError):
             where = f"{arena.rows} rows of {arena.row_bytes} bytes from {int(arena.base):#x}"
-            got = f"{ptr:#x}" if isinstance(ptr, int) and not isinstance(ptr, bool) else repr(ptr)
+            got = f"{ptr:#x}" if isinstance(ptr, int) and not isinstance(ptr, bool) else told(ptr)
             raise InvalidInput("ptr", f"the address of a logits row of this model ({where})", got) from None
         integer("n", count, 1, arena.rows - index, f"1 to {arena.rows - index} rows from row {index}")
         return index

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from gpu_runtime import dtypes
 from gpu_runtime.arena import Layout
-from metrale.checkpoint import LoraModule, PeftAdapter, convert, open_adapter
-from metrale.errors import CheckpointError, InvalidInput
+from metrale.checkpoint import LoraModule, PeftAdapter, convert, open_adapter, require_path
+from metrale.errors import CheckpointError
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.device_weights import regions
 from metrale.nllb.embeddings import EMBEDDING
@@ -152,7 +152,7 @@ def read_adapter(path: str | os.PathLike[str], shape: ModelShape) -> AdapterImag
     InvalidInput
         When ``path`` is no path.
     """
-    with open_adapter(_folder(path)) as adapter:
+    with open_adapter(require_path("dir", path)) as adapter:
         found = _match(adapter, shape)
         pieces = tuple(piece for target in targets(shape.config) for piece in _pieces(adapter, found, target, shape))
     digest = hashlib.sha256()
@@ -164,14 +164,8 @@ def read_adapter(path: str | os.PathLike[str], shape: ModelShape) -> AdapterImag
 
 def check_adapter(path: str | os.PathLike[str], shape: ModelShape) -> None:
     """Raise what `read_adapter` raises for an adapter's headers, without reading its matrices."""
-    with open_adapter(_folder(path)) as adapter:
+    with open_adapter(require_path("dir", path)) as adapter:
         _match(adapter, shape)
-
-
-def _folder(path: object) -> str | os.PathLike[str]:
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):  # "" would be the current folder
-        raise InvalidInput("dir", "the path of an adapter's folder", repr(path))
-    return path
 
 
 def _match(adapter: PeftAdapter, shape: ModelShape) -> dict[str, LoraModule]:

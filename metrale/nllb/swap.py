@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
 from metrale.checks import integer
-from metrale.errors import InvalidInput
+from metrale.errors import InvalidInput, told
 from metrale.nllb.checks import token_ids
 from metrale.nllb.limits import ModelShape
 
@@ -74,11 +74,11 @@ class SavedSequence:
         layout = _layout(shape)
         for name in _SAME:
             if header.get(name) != layout[name]:
-                raise InvalidInput(f"reader: {name}", repr(layout[name]), repr(header.get(name))[:80])
+                raise InvalidInput(f"reader: {name}", told(layout[name]), told(header.get(name)))
         tokens = header.get("tokens")
         if not isinstance(tokens, list) or not 1 <= len(tokens) <= shape.limits.target_positions:
             most = shape.limits.target_positions
-            raise InvalidInput("reader: tokens", f"1 to {most} decoder ids", repr(tokens)[:80])
+            raise InvalidInput("reader: tokens", f"1 to {most} decoder ids", told(tokens))
         source_len = integer("reader: source_len", header.get("source_len"), 1, shape.limits.max_source_len)
         size = (source_len + len(tokens)) * shape.position_bytes
         saved = cls(
@@ -98,7 +98,7 @@ class SavedSequence:
 def _adapter(value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    raise InvalidInput("reader: adapter", "the digest of an adapter, or none", repr(value)[:80])
+    raise InvalidInput("reader: adapter", "the digest of an adapter, or none", told(value))
 
 
 def _layout(shape: ModelShape) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _read_header(reader: BinaryIO) -> tuple[bytes, dict[str, Any]]:
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or not line.endswith(b"\n"):
-        raise InvalidInput("reader", "what save_sequence_state wrote", repr(line[:40]))
+        raise InvalidInput("reader", "what save_sequence_state wrote", told(line[:40]))
     return line, header
 
 

@@ -126,6 +126,11 @@ def _is_loop(job: Job, generated: Generated) -> bool:
     return repeats(generated.ids, *given, whole=generated.finish_reason == "eos")
 
 
+def is_visible(text: str, tokens: Sequence[int]) -> bool:
+    """Return whether there is something to translate. To SentencePiece, one of Unicode's blanks is a character."""
+    return bool(tokens) and not text.isspace()
+
+
 def blank(terms: Terms) -> Translation:
     """Return the translation of a text without anything visible."""
     return Translation("", (), None, "eos", False, terms.source, terms.target, adapter=terms.adapter_name)

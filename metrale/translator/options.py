@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypedDict
 
-from metrale.errors import InvalidInput
+from metrale.checks import flag, listed
+from metrale.errors import InvalidInput, told
 from metrale.model import GREEDY, BeamParams, EarlyStopping, SamplingParams
 from metrale.nllb.limits import WORD_ROOM
 
@@ -96,9 +98,13 @@ class TranslationOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):
-            raise InvalidInput("sampling", "a SamplingParams", repr(self.sampling))
+            raise InvalidInput("sampling", "a SamplingParams", told(self.sampling))
         for name in ("return_scores", "return_attention", "truncate"):
-            object.__setattr__(self, name, bool(getattr(self, name)))
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
+        for name, read in (("bad_words_ids", _words), ("suppress_tokens", partial(_ids, "suppress_tokens"))):
+            given: object = getattr(self, name)
+            if given is not None:  # an iterator gives its items once, and they are asked for again
+                object.__setattr__(self, name, read(given))
         BeamParams(self.num_beams, self.length_penalty, self.early_stopping, self.num_return_sequences)
         self.sampling_params(0)
 
@@ -133,10 +139,6 @@ class TranslationOptions:
         given: dict[str, Any] = {
             field: value for field, argument in _FIELDS.items() if (value := getattr(self, argument)) is not None
         }
-        if "bad_words" in given:
-            given["bad_words"] = _words(given["bad_words"])
-        if "suppress_tokens" in given:
-            given["suppress_tokens"] = _ids("suppress_tokens", given["suppress_tokens"])
         if self.forced_eos is not False:
             given["forced_eos_id"] = eos_id if self.forced_eos is True else self.forced_eos
         for field in given:
@@ -177,12 +179,9 @@ def renamed() -> Iterator[None]:
 
 
 def _words(given: object) -> tuple[tuple[int, ...], ...]:
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise InvalidInput("bad_words_ids", "a sequence of sequences of ids", repr(given)[:80])
-    return tuple(_ids(f"bad_words_ids[{index}]", word) for index, word in enumerate(given))
+    words = listed("bad_words_ids", given, "a sequence of sequences of ids")
+    return tuple(_ids(f"bad_words_ids[{index}]", word) for index, word in enumerate(words))
 
 
 def _ids(argument: str, given: object) -> tuple[int, ...]:
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise InvalidInput(argument, "a sequence of ids", repr(given)[:80])
-    return tuple(given)
+    return tuple(listed(argument, given, "a sequence of ids"))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from metrale.errors import InvalidInput
+from metrale.errors import InvalidInput, told
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import Tokenizer
 from metrale.translator.translation import Languages
@@ -132,7 +132,7 @@ class TermsReader:
         for name in names:
             if name is not None and (not isinstance(name, str) or name not in resident):
                 among = f"one of {', '.join(resident)}" if resident else "None, as no adapter is loaded"
-                raise InvalidInput("adapter", among, repr(name))
+                raise InvalidInput("adapter", among, told(name))
         return [None if name is None else resident[name] for name in names]
 
 
@@ -141,7 +141,7 @@ def _each(argument: str, given: str | Iterable[T], count: int, unit: str, one: s
     if isinstance(given, str):
         return [given] * count  # type: ignore[list-item]
     if isinstance(given, bytes) or not isinstance(given, Iterable):
-        raise InvalidInput(argument, f"{one}, or one for each text", repr(given))
+        raise InvalidInput(argument, f"{one}, or one for each text", told(given))
     values = list(given)
     if len(values) != count:
         texts = f"one {unit}" if count == 1 else f"one {unit} for each of {count} texts"

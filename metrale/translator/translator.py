@@ -11,13 +11,13 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Final, Unpack, overload
 
-from metrale.checks import integer
+from metrale.checks import flag, integer
 from metrale.engine import Engine, EngineClosed, Generated, RequestHandle
-from metrale.errors import InvalidInput, SequenceError
+from metrale.errors import InvalidInput, SequenceError, told
 from metrale.factory import load
 from metrale.nllb.model import NllbModel
 from metrale.nllb.tokenizer import VOCABULARIES, Tokenizer
-from metrale.translator.jobs import Job, JobMaker, blank
+from metrale.translator.jobs import Job, JobMaker, blank, is_visible
 from metrale.translator.options import Options, TranslationOptions
 from metrale.translator.pairs import score_pairs
 from metrale.translator.scoring import Scorer, attended, left
@@ -177,13 +177,13 @@ class Translator:
         """
         listed, single = _listed(texts)
         if progress is not None and not callable(progress):
-            raise InvalidInput("progress", "a callable or None", repr(progress))
+            raise InvalidInput("progress", "a callable or None", told(progress))
         maker = self._maker(options)
         terms = self._terms.read(len(listed), source, target, target_prefix, adapter)
         results: list[Translation | None] = [None] * len(listed)
         jobs: list[Job] = []
         for index, tokens in enumerate(self._tokenizer.encode_batch(listed)):
-            if tokens:
+            if is_visible(listed[index], tokens):
                 jobs.append(maker.job(index, listed[index], tokens, terms[index]))
             else:
                 results[index] = blank(terms[index])
@@ -248,7 +248,7 @@ class Translator:
 
         def submit(index: int, text: str) -> Entry:
             tokens = self._encode(index, text)
-            if not tokens:
+            if not is_visible(text, tokens):
                 return blank(terms)
             job = maker.job(index, text, tokens, terms)
             return Submitted(job, self._submit(job))
@@ -328,6 +328,7 @@ class Translator:
         SequenceError
             When the translator is closed, or an adapter leaves its slot meanwhile.
         """
+        truncate = flag("truncate", truncate)
         (texts, single), (wanted, _) = _listed(sources, "sources"), _listed(targets, "targets")
         if len(wanted) != len(texts) or single != isinstance(targets, str):
             raise InvalidInput("targets", "one target for each source", f"{len(wanted)} for {len(texts)}")
@@ -447,4 +448,4 @@ def _listed(texts: str | Sequence[str], argument: str = "texts") -> tuple[list[s
 
 def _require_iterable(texts: object, argument: str = "texts") -> None:
     if isinstance(texts, bytes | set | frozenset | dict) or not isinstance(texts, Iterable):
-        raise InvalidInput(argument, "a str or a sequence of str", repr(texts)[:80])
+        raise InvalidInput(argument, "a str or a sequence of str", told(texts))

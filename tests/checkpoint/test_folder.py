@@ -308,3 +308,33 @@ def test_a_truncated_shard_is_named(tmp_path: Path, arrays: Arrays) -> None:
     shard = tmp_path / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-3])
     refused(tmp_path, '"model-00002-of-00002.safetensors": is not a complete safetensors file')
+
+
+def test_a_header_of_more_than_eight_megabytes(tmp_path: Path) -> None:
+    """It is refused by its length, and one that is not all there as what it is: cut."""
+    limit = 8 << 20
+    for length, size, reason in (
+        (limit, limit, "is not a complete safetensors file"),
+        (limit + 1, limit + 1, f"has a header of {limit + 1} bytes, and at most {limit} are read"),
+        (limit + 1, limit, "is not a complete safetensors file"),
+    ):
+        path = tmp_path / "model.safetensors"
+        with path.open("wb") as file:
+            file.write(length.to_bytes(8, "little"))
+            file.truncate(8 + size)
+        with pytest.raises(CheckpointError, match=reason):
+            open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path", ["", b"folder", 3, None, ["folder"], type("P", (), {"__fspath__": lambda self: b"x"})()]
+)
+def test_what_is_no_path(path: Any) -> None:
+    with pytest.raises(InvalidInput, match="path: expected the path of a folder, got"):
+        open_checkpoint(path)
+
+
+def test_a_link_to_a_device_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="is not a regular file"):
+        open_checkpoint(tmp_path)

@@ -34,6 +34,8 @@ def test_an_object_is_read(tmp_path: Path, prefix: bytes) -> None:
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
         (b'{"a": 1e999}', "1e999 is out of range"),
+        (b'{"a": 1, "b": 2, "a": 1}', "the key 'a' is there twice"),
+        (b'{"b": [{"c": {"\\u0061": 1, "a": 2}}]}', "the key 'a' is there twice"),
         (b'{"a": ' + b"1" * 5000 + b"}", "not valid JSON"),
         (b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
     ],
@@ -114,3 +116,29 @@ def test_a_field_reader_takes_what_is_right() -> None:
     assert reader.boolean("flag", False) is True
     assert reader.choice("c", "z", {"y": "why"}) == "why"
     assert problems == []
+
+
+@pytest.mark.parametrize("part", [b"[],", b"1,", b'{"":1},', b'"",'])
+def test_values_are_counted_before_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: bytes) -> None:
+    """Commas, colons and brackets: 1,000 here, of which the object around has three."""
+    monkeypatch.setattr("metrale.checkpoint.json_file.MAX_JSON_VALUES", 1000)
+    path = tmp_path / "a.json"
+    each = sum(map(part.count, (b",", b":", b"[", b"{")))
+    fitting = (1000 - 3) // each
+    path.write_bytes(b'{"a":[' + part * fitting + b"1]}")
+    assert isinstance(read_json_object(path)["a"], list)
+    path.write_bytes(b'{"a":[' + part * (fitting + 1) + b"1]}")
+    with pytest.raises(CheckpointError, match="too many values: more than 1000 are not read"):
+        read_json_object(path)
+
+
+def test_a_value_as_deep_as_it_may_be_is_shown() -> None:
+    """What JSON reads with the last level that there is, it cannot write with one less."""
+    value: object = 1
+    for _ in range(100_000):
+        value = [value]
+    problems: list[str] = []
+    FieldReader({"a": value}, "config.json", problems).integer("a", 1, 0, 9)
+    assert problems == ["config.json: a: expected an integer from 0 to 9, got a deeply nested array"]
+    FieldReader({"a": {"b": value}}, "config.json", problems).integer("a", 1, 0, 9)
+    assert problems[1].endswith("got a deeply nested object")

@@ -99,3 +99,23 @@ def test_more_patterns_than_any_model_has_modules_are_not_tried() -> None:
         fits = count == MOST_PATTERNS
         assert patterns.value("module0", 1) == (5 if fits else 1)
         assert problems == ([] if fits else [f"source: has {count} patterns, and at most {MOST_PATTERNS} are read"])
+
+
+def test_all_patterns_together_have_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is over all names, said once, and then nothing is tried any more."""
+    monkeypatch.setattr("metrale.checkpoint.name_patterns.MOST_SECONDS", 0.05)
+    problems: list[str] = []
+    patterns = NamePatterns({f".*.*{index}x": 5 for index in range(20)} | {"last": 7}, "source", problems)
+    begin = time.process_time()
+    for index in range(10_000):
+        patterns.value(f"{'a.' * 55}{index}", 1)
+    assert time.process_time() - begin < 3
+    assert problems == ["source: its patterns take too long to be held against all modules"]
+    assert patterns.value("last", 1) == 1
+
+
+def test_a_limit_of_time_is_not_used_up_by_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[str] = []
+    patterns = NamePatterns({f"module{index}": index for index in range(500)}, "source", problems)
+    assert [patterns.value(f"model.module{index}", -1) for index in range(500)] == list(range(500))
+    assert problems == []

@@ -332,12 +332,11 @@ HARMLESS = ("shared tuples", "one large dictionary under many names")
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_or_harmless_and_soon_over(tmp_path: Path, name: str) -> None:
-    write_bin(tmp_path / "a.bin", {}, more={"data.pkl": BOMBS[name]()})
+    data = BOMBS[name]()
+    if name not in HARMLESS:
+        assert ("500000 steps" in refusal_of(tmp_path / "a.bin", data)) == name.startswith("as many")
+        return
+    write_bin(tmp_path / "a.bin", {}, more={"data.pkl": data})
     start = time.process_time()
-    try:
-        TorchFile(tmp_path / "a.bin").close()
-    except CheckpointError:
-        pass
-    else:
-        assert name in HARMLESS
+    TorchFile(tmp_path / "a.bin").close()
     assert time.process_time() - start < SECONDS

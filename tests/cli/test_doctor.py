@@ -248,7 +248,7 @@ GOOD = {
             "versions": {
                 "numpy": "2.4.0",
                 "safetensors": "0.6.2",
-                "sentencepiece": "0.2.1",
+                "sentencepiece": "0.2.2",
                 "ml_dtypes": "0.5.4",
                 "tqdm": "4.67.1",
                 "nvmath-python": "0.10.0",

@@ -117,7 +117,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("arguments", "code", "part"),
     [
         (["inspect", "--model", "no/such"], 3, "no/such"),
-        (["inspect", "--max-batch", "-1"], 2, "--max-batch: expected an int of at least 1, got -1"),
+        (["inspect", "--max-batch", "-1"], 2, "--max-batch: expected an int of 1 to 2,147,483,647, got -1"),
         (["inspect", "--device", "cuda:x"], 2, "--device: expected auto, host, cuda or cuda:N, got 'cuda:x'"),
         (["--debug"], 2, "COMMAND (see metrale --help)"),
         (["bench"], 2, "'bench'"),

@@ -42,6 +42,30 @@ def run_threads(*calls: Any) -> None:
 # close
 
 
+@pytest.mark.parametrize("drain", [True, False])
+def test_close_is_heard_between_a_turn_and_the_rest_after_it(model: NllbModel, drain: bool) -> None:
+    """The call that ends a rest may come when there is none: the next turn takes it, and no other one comes."""
+    engine = Engine(model)
+    worker = engine._worker
+    turn = worker._turn
+    calls: list[None] = []
+
+    def closed_as_it_begins() -> bool:
+        if not calls:
+            worker.stop(drain=drain)
+        calls.append(None)
+        return turn()
+
+    with mock.patch.object(worker, "_turn", closed_as_it_begins):
+        worker.wake()
+        engine._thread.join(5)
+    ended = not engine._thread.is_alive()
+    worker.wake()
+    engine.close()
+    assert ended
+    assert calls
+
+
 def test_close_lets_everything_end(model: NllbModel, solo: RunSolo) -> None:
     before = held(model)
     engine = Engine(model)

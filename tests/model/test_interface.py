@@ -309,11 +309,19 @@ def test_what_is_no_sequence_of_ids_is_refused(argument: str, value: Any) -> Non
 
 @pytest.mark.parametrize(
     ("token", "from_row", "sampled"),
-    [(None, None, False), (1, 2, False), (-1, None, False), (None, -1, False), (1, None, True), (None, 2, True)],
+    [(None, None, False), (1, 2, False), (1, None, True), (None, 2, True)],
 )
 def test_feed_source_is_one_of_three(token: int | None, from_row: int | None, sampled: bool) -> None:
     with pytest.raises(InvalidInput, match="one of token, from_row and sampled"):
         FeedSource(token, from_row, sampled)
+
+
+@pytest.mark.parametrize("argument", ["token", "from_row"])
+@pytest.mark.parametrize("value", [-1, True, 1.0, "1"])
+def test_what_a_feed_source_names_is_an_integer(argument: str, value: Any) -> None:
+    with pytest.raises(InvalidInput, match="expected an int of at least 0") as refused:
+        FeedSource(**{argument: value})
+    assert refused.value.argument == argument
 
 
 def test_feed_source_and_row_mask_accept_zero() -> None:
@@ -323,10 +331,15 @@ def test_feed_source_and_row_mask_accept_zero() -> None:
     assert RowMask((0, 2)).banned == (0, 2)
 
 
-@pytest.mark.parametrize("banned", [(1, 2, 3), (-1,)])
-def test_row_mask_holds_two_ids_at_most(banned: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidInput, match="at most 2 ids"):
+@pytest.mark.parametrize(
+    ("banned", "argument"), [((1, 2, 3), "banned"), ((-1,), "banned[0]"), ((1, 2.0), "banned[1]"), (5, "banned")]
+)
+def test_row_mask_holds_two_ids_at_most(banned: Any, argument: str) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"expected (at most 2 ids|an int of at least 0|a sequence of ids)"
+    ) as refused:
         RowMask(banned)
+    assert refused.value.argument == argument
 
 
 def test_verify_options_default_to_no_write_on_accept() -> None:

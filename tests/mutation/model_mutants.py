@@ -14,6 +14,7 @@ from tests.mutation.checkpoint_mutants import CHECKPOINT_MUTANTS
 from tests.mutation.engine_mutants import ENGINE_MUTANTS
 from tests.mutation.family_mutants import FAMILY_MUTANTS
 from tests.mutation.folder_mutants import FOLDER_MUTANTS
+from tests.mutation.hostile_mutants import HOSTILE_MUTANTS
 from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
 from tests.mutation.search_mutants import SEARCH_MUTANTS
@@ -316,4 +317,5 @@ MODEL_MUTANTS: list[Mutant] = [
     *FAMILY_MUTANTS,
     *TRANSLATOR_MUTANTS,
     *FOLDER_MUTANTS,
+    *HOSTILE_MUTANTS,
 ]

@@ -59,7 +59,7 @@ WRONG: list[tuple[str, str, Call]] = [
     ("the second id of a mask", "masks[0].banned", lambda m, a, b: choose(m, [RowMask((5, 1 << 40))])),
     ("no row's address", "ptr", lambda m, a, b: choose(m, [ANY], 4)),
     ("a wrong id", "sources[0].token", lambda m, a, b: m.decode_batch_fed([FeedSource(97)], [a])),
-    ("an id that is none", "sources[0].token", lambda m, a, b: m.decode_batch_fed([FeedSource(True)], [a])),
+    ("an id that is none", "token", lambda m, a, b: m.decode_batch_fed([FeedSource(True)], [a])),
     (
         "a row that was not chosen for",
         "sources[0].from_row",

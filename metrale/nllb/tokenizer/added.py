@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from metrale.checkpoint.json_fields import shown
+from metrale.errors import told
 from metrale.nllb.tokenizer.files import FLAGS, Claim, TokenizerFiles
 from metrale.nllb.tokenizer.layout import MASK
 
@@ -78,11 +79,11 @@ def resolve(
             mask = _number(seen[MASK][0])
         elif owners.get(mask) is not None:
             source = seen[owners[mask]][0].source
-            problems.append(f"{source}: {owners[mask]!r} has id {mask}, the place of {MASK}, which no file moves")
+            problems.append(f"{source}: {told(owners[mask])} has id {mask}, the place of {MASK}, which no file moves")
     special = files.named_special()
     tokens = []
     problems += [
-        f"{claimed[0].source}: {content!r} is added, and a piece of the vocabulary: which id it has is left open"
+        f"{claimed[0].source}: {told(content)} is added, and a piece of the vocabulary: which id it has is left open"
         for content, claimed in seen.items()
         if content in pieces
     ]
@@ -117,7 +118,7 @@ def _read(
             yield f"{said}, expected an id from {free} on, behind those of {family}"
             return
         if owners.get(number, content) != content:
-            yield f"{said}, which is that of {owners[number]!r}"
+            yield f"{said}, which is that of {told(owners[number])}"
             return
         if content in seen and seen[content][0].number != number:
             yield f"{said}, and {seen[content][0].number} in {seen[content][0].source}"
@@ -140,14 +141,14 @@ def _token(content: str, claims: list[Claim], named: bool) -> AddedToken:
 
 
 def _disagreements(content: str, claims: list[Claim]) -> Iterator[str]:
-    told = [claim for claim in claims if claim.flags is not None]
-    for other in told[1:]:
-        first = told[0]
+    flagged = [claim for claim in claims if claim.flags is not None]
+    for other in flagged[1:]:
+        first = flagged[0]
         assert first.flags is not None
         assert other.flags is not None
         for name in FLAGS:
             if first.flags[name] != other.flags[name]:
-                yield f"{other.source}: {content!r} has another {name} than in {first.source}"
+                yield f"{other.source}: {told(content)} has another {name} than in {first.source}"
 
 
 def _wrong_lists(
@@ -166,4 +167,4 @@ def _wrong_lists(
         elif listed != sorted(listed, key=places.__getitem__):
             pairs = zip(listed, sorted(listed, key=places.__getitem__), strict=True)
             moved = next(one for one, other in pairs if one != other)
-            yield f"{source}: {key} lists the languages in another order than {family}, from {moved!r} on"
+            yield f"{source}: {key} lists the languages in another order than {family}, from {told(moved)} on"

@@ -14,6 +14,7 @@ from typing import Final
 
 from metrale.checkpoint import read_json_object
 from metrale.checkpoint.json_fields import shown
+from metrale.errors import told
 
 CONFIG: Final = "tokenizer_config.json"
 SPECIAL_MAP: Final = "special_tokens_map.json"
@@ -111,7 +112,7 @@ class TokenizerFiles:
         if isinstance(vocab, dict):
             wrong = [piece for piece, number in vocabulary.items() if vocab.get(piece) != number]
             if wrong:
-                yield f"{WHOLE}: {len(wrong)} pieces of {name} have another id there or none, as {wrong[0]!r}"
+                yield f"{WHOLE}: {len(wrong)} pieces of {name} have another id there or none, as {told(wrong[0])}"
 
 
 def _content(entry: object) -> object:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from metrale.checkpoint.json_fields import shown
-from metrale.errors import CheckpointError
+from metrale.errors import CheckpointError, told
 from metrale.nllb.tokenizer import m2m, nllb
 from metrale.nllb.tokenizer.files import WHOLE, TokenizerFiles
 from metrale.nllb.tokenizer.json_parts import served_parts, unfit_parts
@@ -110,7 +110,7 @@ def open_tokenizer_json(folder: Path, vocab_size: int | None) -> Tokenizer:
     with contained(path):
         ids: dict[str, int] = library.get_vocab(with_added_tokens=True)
     problems += [
-        f"{WHOLE}: {token!r} has id {shown(ids.get(token))}, expected {number}"
+        f"{WHOLE}: {told(token)} has id {shown(ids.get(token))}, expected {number}"
         for token, number in HEAD.items()
         if ids.get(token) != number
     ]

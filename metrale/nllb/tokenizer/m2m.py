@@ -14,7 +14,7 @@ from typing import Final
 
 from metrale.checkpoint import read_json_object
 from metrale.checkpoint.json_fields import shown
-from metrale.errors import CheckpointError
+from metrale.errors import CheckpointError, told
 from metrale.nllb.m2m_languages import M2M_LANGUAGES, language_token
 from metrale.nllb.tokenizer.added import resolve
 from metrale.nllb.tokenizer.files import CONFIG, TokenizerFiles
@@ -46,7 +46,7 @@ def open_m2m(folder: Path, vocab_size: int | None) -> Tokenizer:
     found = resolve(files, {**HEAD, **tokens}, FAMILY, tuple(tokens), vocabulary)
     problems += [*found.problems, *files.moved_pieces(vocabulary, VOCAB_FILE)]
     problems += [
-        f"{VOCAB_FILE}: has {token!r}, expected it behind the vocabulary" for token in tokens if token in vocabulary
+        f"{VOCAB_FILE}: has {told(token)}, expected it behind the vocabulary" for token in tokens if token in vocabulary
     ]
     lacking = [piece for piece in pieces[len(HEAD_PIECES) :] if piece not in vocabulary]
     if 2 * len(lacking) > len(pieces):
@@ -86,7 +86,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 def _wrong_ids(content: Mapping[str, object]) -> Iterator[str]:
     for token, number in HEAD.items():
         if content.get(token) != number:
-            yield f"{token!r} has id {shown(content.get(token))}, expected {number}"
+            yield f"{told(token)} has id {shown(content.get(token))}, expected {number}"
     numbers = {number for number in content.values() if isinstance(number, int) and not isinstance(number, bool)}
     if numbers != set(range(len(content))):
         yield f"expected the ids from 0 to {len(content) - 1}, each once"

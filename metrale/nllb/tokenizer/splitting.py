@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from sentencepiece import SentencePieceProcessor
 
+from metrale.errors import told
 from metrale.nllb.tokenizer.added import AddedToken
 from metrale.nllb.tokenizer.spm_subwords import SpmSubwords, source_end
 from metrale.nllb.tokenizer.subwords import SPACE, Span
@@ -130,11 +131,11 @@ def unsplittable(tokens: Iterable[AddedToken], processor: SentencePieceProcessor
     for token in tokens:
         content = token.content
         if token.options:
-            yield f"the added token {content!r} asks for {', '.join(token.options)}, which is not supported"
+            yield f"the added token {told(content)} asks for {', '.join(token.options)}, which is not supported"
         elif SPACE in content or any(character.isspace() for character in content):
-            yield f"the added token {content!r} holds a space, which is not supported"
+            yield f"the added token {told(content)} holds a space, which is not supported"
         elif token.normalized and _inside(processor, content)[0] != content:
-            yield f"the added token {content!r} is another text when it is normalised, which is not supported"
+            yield f"the added token {told(content)} is another text when it is normalised, which is not supported"
 
 
 def split_subwords(
