@@ -120,7 +120,7 @@ def _weights(found: Inspection, config: NllbConfig | None, watch: Watch | None) 
             with found.part("weights"):
                 matched = match_weights(config, checkpoint)
                 found.report["parameters"] = sum(math.prod(shape) for shape in matched.shapes.values())
-                found.report["stored_dtypes"] = sorted(dtypes.long_name(name) for name in matched.dtypes)
+                found.report["stored_dtypes"] = sorted(str(FLOAT_DTYPES[name]) for name in matched.dtypes)
         if watch is not None:
             with found.part("values"):
                 _values(found, checkpoint, check_values(checkpoint, watch(checkpoint)))

@@ -131,7 +131,7 @@ DAMAGES: dict[str, tuple[list[Damage], list[tuple[str, str]]]] = {
         ],
     ),
     "both configs": (
-        [edit("config.json", encoder_layers=0), write("generation_config.json", "")],
+        [edit("config.json", encoder_layers=-1), write("generation_config.json", "")],
         [("config", "generation_config.json: is not valid JSON"), ("config", "config.json: encoder_layers: expected")],
     ),
     "an adapter": (

@@ -147,7 +147,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("return span.positions - prefix\n", "return span.positions\n"),
         ("if not span.source_len or seq.seq_len < 1:", "if False:"),
         ("if not span.source_len or seq.seq_len < 1:", "if not span.source_len:"),
-        ("one.chunk_start != 0 or not", "not"),
+        ("(start, length, last) != (0, len(tokens), True)", "(length, last) != (len(tokens), True)"),
     ),
     *rules(
         "slots and rows",

@@ -128,7 +128,7 @@ SEARCH_MUTANTS: list[Mutant] = [
         "metrale.nllb.beam_batch",
         (*files("beams", "beam_trace", "beam_failures"), _PARITY),
         ("            self._check(req, job.beams, job.params)\n", ""),
-        ('            integer("max_new", req.max_new, 1)\n', ""),
+        ('integer("max_new", req.max_new, 1, _MOST)', "req.max_new"),
         ("given = 1 + len(req.prefix_tokens)", "given = len(req.prefix_tokens)"),
         ("given = 1 + len(req.prefix_tokens)", "given = 2 + len(req.prefix_tokens)"),
         ("if pool is not None and positions > pool:", "if False:"),
