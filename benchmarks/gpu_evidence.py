@@ -42,8 +42,8 @@ MODEL: Final = "tests/gpu/test_short_run.py"
 LAUNCH_COST: Final = "tests/gpu/test_launch_cost.py"
 """Runs before everything else: beside other steps it would measure them."""
 
-LIVE: Final = "tests/parity/test_live.py"
-"""Left out: nothing of it runs on a GPU, and where it can, it imports torch."""
+LIVE: Final = ("tests/parity/test_live.py", "tests/family/test_live.py", "tests/nllb/test_texts_live.py")
+"""Left out: nothing of them runs on a GPU, and where they can, they import torch."""
 
 PARTS: Final[dict[str, tuple[str, ...]]] = {
     "beams and adapters": (
@@ -129,7 +129,7 @@ def steps(workers: int) -> list[Step]:
 
 def tests(name: str, *options: str) -> list[Step]:
     """Return a step for each of `PARTS`."""
-    found, before = [], [LAUNCH_COST, LIVE]
+    found, before = [], [LAUNCH_COST, *LIVE]
     for part, paths in PARTS.items():
         without = (f"--ignore={path}" for path in before if path not in paths)
         found.append(Step(f"{name}: {part}", (*PYTEST, *options, *paths, *without)))
