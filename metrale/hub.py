@@ -70,7 +70,7 @@ def resolve(path: str | os.PathLike[str], *, progress: bool = True) -> Path:
         When an id cannot be had. It says what to do: install the package, name a repository or a revision that is
         there, get access, or download the files by hand.
     """
-    require_path("path", path)
+    require_path("path", path, "the path of a checkpoint folder, or an id of the Hugging Face Hub")
     wanted = hub_id(path)
     if wanted is None or os.path.lexists(path):
         return Path(path)

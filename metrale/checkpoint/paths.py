@@ -11,7 +11,7 @@ from metrale.errors import CheckpointError, InvalidInput, told
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def require_path(argument: str, value: object) -> str:
+def require_path(argument: str, value: object, expected: str = "the path of a folder") -> str:
     """Return a path that is text. The empty one would be the current folder.
 
     Raises
@@ -21,7 +21,7 @@ def require_path(argument: str, value: object) -> str:
     """
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str) or not path:
-        raise InvalidInput(argument, "the path of a folder", told(value))
+        raise InvalidInput(argument, expected, told(value))
     return path
 
 
