@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from metrale.checkpoint.tensor import FLOAT_DTYPES
 from metrale.errors import CheckpointError, InvalidInput
 
-_BLOCK: Final = 1 << 16
-"""Elements converted at a time: a block is still in the processor's cache when it is looked through for infinities."""
+_BLOCK: Final = 1 << 20
+"""Elements converted at a time. A smaller block would be nearer to the processor when it is looked through for
+infinities, but several threads that convert would wait for each other between its steps."""
 
 TARGETS: Final = ("f32", "f16", "bf16")
 

@@ -43,8 +43,8 @@ _POSITIONS: Final = "position_table"
 CROSS_KV: Final = "decoder.cross_kv"
 _POSITION_ROWS: Final = 256
 
-_BLOCK: Final = 1 << 18
-"""Elements read at once where they must be converted: they are still in the processor's cache then."""
+_BLOCK: Final = 1 << 20
+"""Elements read at once where they must be converted."""
 
 
 @dataclass(frozen=True, slots=True)

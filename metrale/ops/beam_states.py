@@ -60,7 +60,7 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "garbage alone": {"dead": 4, "left": 3, "eos": 0.5, "norm": 0.5, "bound_norm": 1.0},
     "nothing left": {"left": 0},
     "nan": {"left": 1, "rest": np.nan},
-    "first, nan": {"fresh": 1, "left": 2, "rest": np.nan},
+    "nan, few": {"left": 1, "rest": np.nan, "empty": 3},
     "nothing left, full": {"left": 0, "held": 4},
     "norm 0": {"held": 1, "eos": 0.6, "norm": 0.0, "bound_norm": 0.0},
     "one": {"beams": 1, "k": 2, "eos": 0.4},
@@ -75,9 +75,9 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
 }
 """Kinds of groups for tests: what differs from a search of four beams that keeps eight candidates, before its first
 hypothesis is finished. ``held`` are hypotheses in the pool, ``eos`` the share of ids that end one, ``left`` the
-candidates of a row that are not minus infinity, or ``rest``, ``dead`` the last beams, of scores near -1e9; ``flag`` is
-a row that is flagged, ``spread`` how far apart the beams are, and ``pool`` about what the pool's scores are, which else
-are near those of the candidates."""
+candidates of a row that are not minus infinity, or ``rest``, ``empty`` the last rows without any, ``dead`` the last
+beams, of scores near -1e9; ``flag`` is a row that is flagged, ``spread`` how far apart the beams are, and ``pool``
+about what the pool's scores are, which else are near those of the candidates."""
 
 _NORMS: Final = (1.0, 2.0, 0.5, 7.0, 1.9)
 
@@ -156,6 +156,8 @@ def _search(
         found, running = np.floor(found), np.floor(running)
     if "left" in one:
         found[:, one["left"] :] = one.get("rest", -np.inf)
+    if "empty" in one:
+        found[count - one["empty"] :] = one.get("rest", -np.inf)
     if "dead" in one:
         running[beams - one["dead"] :] -= np.float32(1e9)
     values["values"][rows, :k] = found

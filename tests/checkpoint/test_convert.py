@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,12 @@ from numpy.typing import NDArray
 from metrale.checkpoint import FLOAT_DTYPES, convert
 from metrale.checkpoint.convert import TARGETS
 from metrale.errors import CheckpointError, InvalidInput
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 65,536 elements, so that arrays of several blocks are small."""
+    monkeypatch.setattr(sys.modules["metrale.checkpoint.convert"], "_BLOCK", 1 << 16)
 
 
 def every_value(dtype: str) -> NDArray[Any]:
