@@ -102,19 +102,22 @@ __device__ __forceinline__ float ordered(float value) {
     return fmaxf(value, -infinity());
 }
 
-// All beams as copies of the first, and an empty pool. The caller's barrier ends it.
+// All beams as copies of the first, and an empty pool. The caller's barrier ends it. The ancestry is cleared to its end:
+// a pass over a search that is done already, enqueued before the host knew, reads columns that no step has written.
 __device__ __forceinline__ void begin(const Group& group, const Shared& shared) {
     const int thread = threadIdx.x;
     const int threads = blockDim.x;
     const int* first = group.tables[HISTORY] + group.at(shared.slots[0]);
     for (int beam = 0; beam < group.beams; ++beam) {
         const long long row = group.at(shared.slots[beam]);
-        for (int position = thread; position < group.length; position += threads) {
-            if (beam > 0) {
-                group.tables[HISTORY][row + position] = first[position];
-            }
+        for (int position = thread; position < group.capacity; position += threads) {
             group.tables[ANCESTRY][row + position] = 0;
-            group.tables[LOGPS][row + position] = 0;
+            if (position < group.length) {
+                if (beam > 0) {
+                    group.tables[HISTORY][row + position] = first[position];
+                }
+                group.tables[LOGPS][row + position] = 0;
+            }
         }
     }
     if (thread < group.beams) {

@@ -216,12 +216,16 @@ def _check_slots(counts: Array, members: Array, slot_count: int, cell_base: int,
 
 
 def _begin(tables: _Tables, length: int) -> None:
-    """Make all beams of a group copies of its first, which alone has a score that counts; the pool is empty."""
+    """Make all beams of a group copies of its first, which alone has a score that counts; the pool is empty.
+
+    The ancestry is cleared to its end. A decoder pass over a search that is done already, enqueued before the host knew
+    it, reads columns that no step has written: what another search left there may be a beam that this one has not.
+    """
     slots = tables.slots
     tables.running[slots] = _FAR
     tables.running[slots[0]] = 0
     tables.history[slots, :length] = tables.history[slots[0], :length]
-    tables.ancestry[slots, :length] = 0
+    tables.ancestry[slots] = 0
     tables.logps[slots, :length] = 0
     tables.pool[slots, ORDER] = -1
 

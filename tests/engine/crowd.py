@@ -90,11 +90,13 @@ def _busy(stranger: Stranger) -> Iterator[None]:
     leave = threading.Event()
 
     def act() -> None:
-        while not leave.is_set():
-            stranger.act()
-            if stranger.seq is None:  # who needs all the slots gets a chance
-                leave.wait(0.005)
-        stranger.leave()
+        try:
+            while not leave.is_set():
+                stranger.act()
+                if stranger.seq is None:  # who needs all the slots gets a chance
+                    leave.wait(0.005)
+        finally:
+            stranger.leave()  # also after a fault: nobody need wait for its slot
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(act)

@@ -12,7 +12,8 @@ BEAM_SELECT: Final[Changes] = (
     ("tables.running[slots[0]] = 0\n", "pass\n"),
     ("    tables.running[slots] = _FAR\n", "    tables.running[slots] = 0\n"),
     ("= tables.history[slots[0], :length]", "= tables.history[slots, :length]"),
-    ("    tables.ancestry[slots, :length] = 0\n", ""),
+    ("    tables.ancestry[slots] = 0\n", ""),
+    ("    tables.ancestry[slots] = 0\n", "    tables.ancestry[slots, :length] = 0\n"),
     ("    tables.logps[slots, :length] = 0\n", ""),
     ("    tables.pool[slots, ORDER] = -1\n", ""),
     ("            state[lead] = 0\n", ""),
@@ -149,6 +150,7 @@ BEAM_KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ("if (g >= groups)", "if (g + 1 >= groups)"),
         # candidates
         ("return ordered(running + value);", "return ordered(value);"),
+        ("position < group.capacity; position += threads", "position < group.length; position += threads"),
         ("return ordered(running + value);", "return running + value;"),
         ("row + (fresh ? 0 : beam)", "row + (fresh ? 0 : beams - 1 - beam)"),
         (

@@ -143,7 +143,7 @@ def _start(v: Values, slots: list[int], length: int) -> None:
     for beam, slot in enumerate(slots):
         v["running"][slot] = FAR if beam else 0
         v["history"][slot, :length] = v["history"][slots[0], :length]
-        v["ancestry"][slot, :length] = 0
+        v["ancestry"][slot] = 0
         v["logps"][slot, :length] = 0
         v["pool"][slot, 0] = -1
     v["state"][slots[0]] = 0

@@ -268,6 +268,13 @@ def test_only_the_flags_of_rows_that_are_used_count(gpu: GpuBackend) -> None:
     assert run(OP, gpu, "f32", values)["results"].tolist() == [0]
 
 
+def test_a_search_begins_without_what_another_left(gpu: GpuBackend) -> None:
+    """To the end of its rows: passes that run ahead of a search that is done read columns that no step wrote."""
+    values = inputs_of(TWO, running=[-1, -2], fresh=1, length=1)
+    values["ancestry"][...] = 63
+    assert run(OP, gpu, "f32", values)["ancestry"].tolist() == [[0, 0, 0, 0], [0, 1, 0, 0]]
+
+
 def test_a_done_group_is_as_it_was(gpu: GpuBackend) -> None:
     values = inputs_of(TWO, running=[-1, -2], state=DONE | NO_CHOICE)
     values["flags"][...] = 1
