@@ -185,7 +185,7 @@ def test_a_device_that_has_no_meaning(tiny_folder: Path, device: Any) -> None:
 
 @pytest.mark.parametrize("path", ["", None, 5])
 def test_a_path_that_is_none(path: Any) -> None:
-    with pytest.raises(InvalidInput, match="path: expected the path of a folder"):
+    with pytest.raises(InvalidInput, match="path: expected the path of a checkpoint folder, or an id"):
         metrale.load(path, "host")
 
 
