@@ -13,30 +13,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from metrale.checkpoint import FLOAT_DTYPES, TensorInfo, open_checkpoint
 from metrale.errors import CheckpointError, InvalidInput
+from tests.checkpoint.arrays import Arrays, bits
 
 INDEX = "model.safetensors.index.json"
-Arrays = dict[str, NDArray[Any]]
-
-
-@pytest.fixture
-def arrays() -> Arrays:
-    values = np.random.default_rng(3).standard_normal((7, 5))
-    return {
-        "a": values.astype(np.float32),
-        "b": values.astype(np.float16),
-        "c": values.astype(ml_dtypes.bfloat16),
-        "d": values,
-        "vector": values[0].astype(ml_dtypes.bfloat16),
-        "cube": np.arange(24, dtype=np.float32).reshape(2, 3, 4),
-        "scalar": np.array(2.5, np.float32),
-        "no_rows": np.zeros((0, 4), np.float16),
-        "no_columns": np.zeros((3, 0), np.float32),
-    }
 
 
 def write_single(folder: Path, arrays: Arrays) -> Path:
@@ -55,10 +38,6 @@ def write_shards(folder: Path, arrays: Arrays, placed: dict[str, object] | None 
     weight_map.update(placed or {})
     weight_map = {name: file for name, file in weight_map.items() if file is not None}
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
-
-
-def bits(array: NDArray[Any]) -> bytes:
-    return np.ascontiguousarray(array).tobytes()
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])

@@ -12,35 +12,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from metrale.checkpoint import FLOAT_DTYPES, TensorInfo, open_checkpoint
 from metrale.errors import CheckpointError
+from tests.checkpoint.arrays import Arrays, bits
 from tests.checkpoint.torch_files import Storage, Tensor, write_bin, write_bin_shards, write_sparse_bin
 
 BIN, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-Arrays = dict[str, NDArray[Any]]
-
-
-@pytest.fixture
-def arrays() -> Arrays:
-    values = np.random.default_rng(3).standard_normal((7, 5))
-    return {
-        "a": values.astype(np.float32),
-        "b": values.astype(np.float16),
-        "c": values.astype(ml_dtypes.bfloat16),
-        "d": values,
-        "vector": values[0].astype(ml_dtypes.bfloat16),
-        "cube": np.arange(24, dtype=np.float32).reshape(2, 3, 4),
-        "scalar": np.array(2.5, np.float32),
-        "no_rows": np.zeros((0, 4), np.float16),
-        "no_columns": np.zeros((3, 0), np.float32),
-    }
-
-
-def bits(array: NDArray[Any]) -> bytes:
-    return np.ascontiguousarray(array).tobytes()
 
 
 def refused(path: Path, *reasons: str) -> None:

@@ -82,7 +82,9 @@ def test_the_form_before_1_6_is_refused_with_advice(version: str) -> None:
 
 
 def test_what_the_installed_pytorch_saves(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip(
+        "torch", reason="asks PyTorch, where it is installed; what it saved once is always read"
+    )
     from tests.record.record_torch import everything
 
     torch.save(everything(), tmp_path / "pytorch_model.bin")
@@ -90,7 +92,7 @@ def test_what_the_installed_pytorch_saves(tmp_path: Path) -> None:
 
 
 def test_what_the_tests_write_is_what_the_installed_pytorch_reads(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="asks PyTorch, where it is installed, to read what the tests write")
     from tests.checkpoint.torch_files import write_bin
 
     exact = {name: np.ascontiguousarray(values) for name, values in VALUES.items() if name != "bfloat16"}

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("google.protobuf")  # transformers reads SentencePiece's models with it
+pytest.importorskip("transformers", reason="asks the real one, where it is installed; records are always compared")
+pytest.importorskip(
+    "google.protobuf", reason="asks the real one, where it is installed; records are always compared"
+)  # transformers reads SentencePiece's models with it
 
 from tests.nllb.test_texts import JSON_KINDS, RECORD, SETS
 from tests.nllb.texts import KINDS, opened, tokenizer_folder
