@@ -134,9 +134,10 @@ class Config(Target):
     def read(self, folder: Path, data: bytes) -> None:
         config = NllbConfig.from_dir(folder)
         heads = (config.encoder_attention_heads, config.decoder_attention_heads)
-        sizes = (config.vocab_size, config.d_model, config.encoder_layers, config.decoder_layers, *heads)
-        if not all(type(size) is int and 0 < size <= 1 << 24 for size in sizes):
-            raise Finding(f"sizes {sizes}")
+        sizes = (config.vocab_size, config.d_model, config.decoder_layers, *heads)
+        counts = (config.encoder_layers, *sizes)  # an encoder may be its last norm alone
+        if not all(type(count) is int and 0 <= count <= 1 << 24 for count in counts) or 0 in sizes:
+            raise Finding(f"sizes {counts}")
         if any(config.d_model % count for count in heads) or max(config.special_ids) >= config.vocab_size:
             raise Finding(f"a configuration that contradicts itself: {config}")
         config.generation.not_greedy()

@@ -51,7 +51,8 @@ def contents(file: bytes) -> dict[str, str] | None:
         if length > len(file) - 8:
             return None
         header, data = json.loads(file[8 : 8 + length].decode("utf-8")), file[8 + length :]
-        metadata = header.pop("__metadata__", {})
+        metadata = header.pop("__metadata__", None)
+        metadata = {} if metadata is None else metadata  # the library takes null for none
         if not all(isinstance(value, str) for value in metadata.values()):
             return None
         if any("\ud800" <= char <= "\udfff" for name in header for char in name):  # no UTF-8 has such a name

@@ -151,13 +151,7 @@ def _headers() -> Iterator[Case]:
         "null": None,
         "deep": {"a": {"b": "c"}},
     }.items():
-        yield (
-            _raw(f"metadata_{label}", assembled({**HEADER, "__metadata__": value}, DATA))
-            if value is not None
-            else _raw(
-                f"metadata_{label}", assembled({key: one for key, one in HEADER.items() if key != "__metadata__"}, DATA)
-            )
-        )
+        yield _raw(f"metadata_{label}", assembled({**HEADER, "__metadata__": value}, DATA))
     odd = {
         "blanks_behind": json.dumps(HEADER).encode() + b" " * 64,
         "more_fields": json.dumps(_changed("a", more=[1, {}])).encode(),
