@@ -8,6 +8,7 @@ memory that is there already. bfloat16 reaches NumPy through ``ml_dtypes``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,8 +17,10 @@ from typing import Any, Final, cast
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from gpu_runtime.errors import told
 from metrale.checkpoint.file_bytes import FileBytes
 from metrale.checkpoint.paths import is_lfs_pointer, require_file
+from metrale.checkpoint.strided import MAX_DIMENSIONS
 from metrale.checkpoint.tensor import FLOAT_DTYPES, Reader, TensorInfo
 from metrale.errors import CheckpointError
 
@@ -98,11 +101,20 @@ def _offsets(path: Path, infos: list[TensorInfo]) -> dict[str, int]:
     for info in infos:
         if info.dtype not in _BITS:
             raise CheckpointError(path, f"tensor {info.name!r}: dtype {info.dtype} is not known")
+        _refuse_shape(path, info)
         offsets[info.name] = at
         at += info.rows * info.row_elements * _BITS[info.dtype] // 8
     if at != path.stat().st_size:
         raise CheckpointError(path, f"has {path.stat().st_size} bytes, expected {at} by its header")
     return offsets
+
+
+def _refuse_shape(path: Path, info: TensorInfo) -> None:
+    """Refuse a tensor that no array can be, which takes no bytes of the file where a dimension is 0."""
+    reach = math.prod(max(extent, 1) for extent in info.shape) * _BITS[info.dtype] // 8
+    if len(info.shape) > MAX_DIMENSIONS or reach >= 1 << 63:
+        shape = told(list(info.shape))
+        raise CheckpointError(path, f"tensor {info.name!r}: shape {shape} is larger than any array")
 
 
 def _refuse_large_header(path: Path) -> None:

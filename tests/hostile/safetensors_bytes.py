@@ -26,6 +26,8 @@ BITS: Final = {
     "BOOL": 8,
     "C64": 64,
 }
+MOST_DIMENSIONS: Final = 32
+MOST_BYTES: Final = (1 << 63) - 1
 READ: Final = ("F64", "F32", "F16", "BF16")
 
 
@@ -60,11 +62,13 @@ def contents(file: bytes) -> dict[str, str] | None:
         position, found = 0, {}
         for name, info in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
             start, stop = info["data_offsets"]
-            count = 1
+            count = reach = 1
             for extent in info["shape"]:
                 if type(extent) is not int or extent < 0:
                     return None
-                count *= extent
+                count, reach = count * extent, reach * max(extent, 1)
+            if len(info["shape"]) > MOST_DIMENSIONS or reach * BITS[info["dtype"]] // 8 > MOST_BYTES:
+                return None  # NumPy has no such array, though it takes no bytes
             if start != position or stop - start != count * BITS[info["dtype"]] // 8:
                 return None
             position = stop

@@ -152,6 +152,15 @@ def _headers() -> Iterator[Case]:
         "deep": {"a": {"b": "c"}},
     }.items():
         yield _raw(f"metadata_{label}", assembled({**HEADER, "__metadata__": value}, DATA))
+    for label, shape in {
+        "dimension": [7, 0, 1 << 63],
+        "dimension_of_64_bits": [0, (1 << 64) - 1],
+        "product": [1 << 31, 0, 1 << 31],
+        "dimensions": [0] * 33,
+        "dimensions_of_1": [0] + [1] * 100,
+    }.items():
+        empty = {**HEADER, "none": {"dtype": "F32", "shape": shape, "data_offsets": [len(DATA), len(DATA)]}}
+        yield _raw(f"shape_{label}", assembled(empty, DATA), says=f"is larger than any array|{NOT_COMPLETE}")
     odd = {
         "blanks_behind": json.dumps(HEADER).encode() + b" " * 64,
         "more_fields": json.dumps(_changed("a", more=[1, {}])).encode(),
