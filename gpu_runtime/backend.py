@@ -11,7 +11,7 @@ is enqueued. Every method may be called from any thread.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -121,6 +121,14 @@ class GpuBackend(abc.ABC):
 
         For threads that each fill page-locked memory and send it: what `copy_h2d_async` and `synchronize` do takes
         twice as many calls of the driver.
+        """
+
+    @abc.abstractmethod
+    def copy_files_h2d(self, spans: Iterable[tuple[int, int, int, int]], stream: StreamLike = 0) -> None:
+        """Copy spans of open files, each ``(descriptor, offset, nbytes, dst)``, after the work on ``stream``.
+
+        Returns when it is done. Page-locked memory, 30 MiB at most, is used meanwhile. Raises EOFError when a span ends
+        past the end of its file, OSError when that cannot be read. Some of the spans may have been copied then.
         """
 
     @abc.abstractmethod

@@ -223,11 +223,7 @@ class CudaMemory:
         OutOfMemory
             When the host cannot lock as much.
         """
-        owner = self._take_pinned(nbytes)
-        if owner is None:
-            raise out_of_memory(
-                self.pinned, nbytes, "pinned host memory", machine_bytes(), "the host could not lock them"
-            )
+        owner = self.locked(nbytes)
         array: Bytes = np.asarray(owner)  # keeps the memory while anybody has it
         array.fill(0)
         with self._lock:
@@ -236,17 +232,25 @@ class CudaMemory:
             self.pinned.add(ptr, nbytes, "pinned host memory")
         return ptr, array
 
-    def _take_pinned(self, nbytes: int) -> Any:
-        """Return what owns ``nbytes`` of page-locked memory, or None when the host cannot lock as much."""
-        if nbytes >= 1 << 63:
-            return None
-        try:
-            with self._context.current(), self._context.relaxed():
-                return _Pinned(self._context, nbytes)
-        except CUDA_ERRORS as error:
-            if getattr(error, "status", None) == _OUT_OF_MEMORY:
-                return None
-            raise failure("alloc_host_pinned", (nbytes,), error) from None
+    def locked(self, nbytes: int) -> _Pinned:
+        """Return what owns new page-locked memory, its content unspecified.
+
+        Raises
+        ------
+        OutOfMemory
+            When the host cannot lock as much.
+        """
+        reason: BaseException | None = None
+        if nbytes < 1 << 63:
+            try:
+                with self._context.current(), self._context.relaxed():
+                    return _Pinned(self._context, nbytes)
+            except CUDA_ERRORS as error:
+                reason = error
+        if reason is not None and getattr(reason, "status", None) != _OUT_OF_MEMORY:
+            raise failure("alloc_host_pinned", (nbytes,), reason) from None
+        why = "the host could not lock them"
+        raise out_of_memory(self.pinned, nbytes, "pinned host memory", machine_bytes(), why)
 
     def free_pinned(self, ptr: DevicePtr, marks: Callable[[], list[Mark]]) -> None:
         """Give up page-locked memory once the streams have passed the marks."""

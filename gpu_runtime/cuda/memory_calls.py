@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -12,10 +12,12 @@ from cupy.cuda import runtime
 from gpu_runtime import checks
 from gpu_runtime.buffers import Bytes, as_bytes
 from gpu_runtime.cuda.driver import attempt
+from gpu_runtime.cuda.file_copies import copy_files
 from gpu_runtime.cuda.memory import CudaMemory
 from gpu_runtime.cuda.stream_calls import StreamCalls
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.faults import Fault
+from gpu_runtime.files import checked_spans
 from gpu_runtime.handles import LaunchRecord, PinnedMemory
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.pointer import DevicePtr
@@ -132,6 +134,18 @@ class MemoryCalls(StreamCalls):
             if size:
                 attempt(runtime.memcpyAsync, start, _address(data), size, runtime.memcpyDefault, on)
             attempt(runtime.streamSynchronize, on)
+
+    def copy_files_h2d(self, spans: Iterable[tuple[int, int, int, int]], stream: StreamLike = 0) -> None:
+        on = self._stream(stream)
+        self._streams.refuse_capture(on, "copy_files_h2d")
+        checked = list(checked_spans(spans))
+        for span in checked:
+            _, _, tag = self._span("copy_files_h2d: dst", span.dst, span.nbytes)
+            if self._faults or self._traces.active:
+                self._about_to("copy", "h2d", span.nbytes, stream, tag)
+        if self._traces.active:
+            self._traces.add(LaunchRecord("wait", "stream", stream=on))
+        copy_files(self._context, self._memory.locked, checked, on)
 
     def copy_h2d_async(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
         data = as_bytes("src", src, writable=False)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,10 +13,11 @@ from gpu_runtime import checks
 from gpu_runtime.buffers import as_bytes
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.faults import Fault
+from gpu_runtime.files import checked_spans, read_exactly
 from gpu_runtime.handles import LaunchRecord, PinnedMemory
 from gpu_runtime.host.memory import HostMemory, Span
 from gpu_runtime.host.stream_calls import StreamCalls
-from gpu_runtime.host.streams import Order, Work
+from gpu_runtime.host.streams import HostStream, Order, Work
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
@@ -120,6 +121,16 @@ class MemoryCalls(StreamCalls):
         self.copy_h2d_async(src, dst, stream)
         self.synchronize(stream)
 
+    def copy_files_h2d(self, spans: Iterable[tuple[int, int, int, int]], stream: StreamLike = 0) -> None:
+        checked = list(checked_spans(spans))
+        places = [self._span("copy_files_h2d: dst", span.dst, span.nbytes) for span in checked]
+        self._refuse_capture(self._stream(stream), "copy_files_h2d")
+        for place in places:
+            self._announce("copy", "h2d", place, place.nbytes, stream)
+        self.synchronize(stream)
+        for span, place in zip(checked, places, strict=True):
+            read_exactly(span.descriptor, span.offset, self._memory.write(place))
+
     def copy_h2d_async(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
         data = as_bytes("src", src, writable=False)
         span = self._span("copy_h2d: dst", dst, data.nbytes)
@@ -197,15 +208,20 @@ class MemoryCalls(StreamCalls):
         return self._memory.span(what, address, size)
 
     def _put(self, kind: Any, name: str, span: Span, nbytes: int, stream: StreamLike, work: Work) -> None:
-        """Trace and enqueue a copy or memset of ``nbytes`` bytes; faults are told the tag of ``span``'s block."""
+        """Trace and enqueue a copy or memset of ``nbytes`` bytes."""
+        on = self._announce(kind, name, span, nbytes, stream)
+        if nbytes:
+            self._enqueue(on, work)
+
+    def _announce(self, kind: Any, name: str, span: Span, nbytes: int, stream: StreamLike) -> HostStream:
+        """Tell faults, with the tag of ``span``'s block, and traces of a copy or memset; return its stream."""
         on = self._stream(stream)
         if self._faults:
             tag = self._memory.tag_of(span.address) if span.nbytes else ""
             self._ask_faults(name if kind == "memset" else f"copy_{name}", tag)
         if self._traces.active:
             self._traces.add(LaunchRecord(kind, name, nbytes=nbytes, stream=on.handle))
-        if nbytes:
-            self._enqueue(on, work)
+        return on
 
     def launch_trace(self) -> AbstractContextManager[list[LaunchRecord]]:
         self._check_open()

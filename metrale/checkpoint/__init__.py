@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from metrale.checkpoint.convert import convert
+from metrale.checkpoint.file_bytes import FileBytes, FilePlace
 from metrale.checkpoint.folder import Checkpoint, open_checkpoint
 from metrale.checkpoint.forms import WEIGHT_FORMS, shard_names, weight_files
 from metrale.checkpoint.json_fields import FieldReader
@@ -18,6 +19,8 @@ __all__ = [
     "WEIGHT_FORMS",
     "Checkpoint",
     "FieldReader",
+    "FileBytes",
+    "FilePlace",
     "LoraModule",
     "PeftAdapter",
     "Shard",

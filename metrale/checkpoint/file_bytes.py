@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_runtime.files import read_exactly
 from metrale.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlace:
+    """Where something begins: byte ``offset`` of ``file``."""
+
+    file: FileBytes
+    offset: int
 
 
 class FileBytes:
@@ -40,17 +49,26 @@ class FileBytes:
         CheckpointError
             When the file ends before, cannot be read, or is closed.
         """
-        done = 0
-        while done < out.size:
-            try:
-                count = os.preadv(self._file.fileno(), (out[done:].data,), offset + done)
-            except (OSError, ValueError) as error:  # ValueError: closed
-                reason = getattr(error, "strerror", None) or error
-                raise CheckpointError(self.path, f"cannot be read: {reason}") from None
-            if not count:
-                missing = out.size - done
-                raise CheckpointError(self.path, f"ends at byte {offset + done}, where {missing} more should be")
-            done += count
+        try:
+            read_exactly(self._file.fileno(), offset, out)
+        except EOFError as error:
+            raise CheckpointError(self.path, str(error)) from None
+        except (OSError, ValueError) as error:  # ValueError: closed
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(self.path, f"cannot be read: {reason}") from None
+
+    def fileno(self) -> int:
+        """Return the descriptor.
+
+        Raises
+        ------
+        CheckpointError
+            When the file is closed.
+        """
+        try:
+            return self._file.fileno()
+        except ValueError as error:
+            raise CheckpointError(self.path, f"cannot be read: {error}") from None
 
     def close(self) -> None:
         """Close the file. Further calls do nothing."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metrale.checkpoint import safetensors_file, torch_file
+from metrale.checkpoint.file_bytes import FilePlace
 from metrale.checkpoint.paths import require_folder
 from metrale.checkpoint.safetensors_file import SafetensorsFile
 from metrale.checkpoint.shards import open_shards
@@ -127,6 +128,19 @@ class Checkpoint:
             read(start, out)
 
         return read_checked
+
+    def stored_at(self, name: str) -> FilePlace | None:
+        """Return where in a file a tensor's elements are, one after another in C order; None when they are not.
+
+        Raises
+        ------
+        InvalidInput
+            When there is no such tensor.
+        CheckpointError
+            When the dtype cannot be read, or the checkpoint is closed.
+        """
+        self._readable(name)
+        return self._file_of[name].stored_at(name)
 
     def are_one(self, first: str, second: str) -> bool:
         """Return whether two tensors are the same bytes of a file, in the same shape: nothing need be read to know it.

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from gpu_runtime.errors import told
-from metrale.checkpoint.file_bytes import FileBytes
+from metrale.checkpoint.file_bytes import FileBytes, FilePlace
 from metrale.checkpoint.paths import is_lfs_pointer, require_file
 from metrale.checkpoint.strided import MAX_DIMENSIONS
 from metrale.checkpoint.tensor import FLOAT_DTYPES, Reader, TensorInfo
@@ -78,6 +78,10 @@ class SafetensorsFile:
         """Return what fills an array with elements from a place on, in C order; the arguments must be right."""
         base, itemsize, read = self._offsets[name], FLOAT_DTYPES[self._tensors[name].dtype].itemsize, self._bytes.read
         return lambda start, out: read(base + start * itemsize, out.view(np.uint8))
+
+    def stored_at(self, name: str) -> FilePlace:
+        """Return where the tensor's elements are, one after another in C order."""
+        return FilePlace(self._bytes, self._offsets[name])
 
     def place(self, name: str) -> int:
         """Return the tensor's first byte, which no other tensor with elements has."""

@@ -45,6 +45,11 @@ class Strided:
             count *= max(extent, 1)
         return count
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie one after another, in C order."""
+        return 0 in self.shape or _is_contiguous(self.shape, self.strides)
+
     def problem(self, elements: int) -> str | None:
         """Return what is wrong with this as a view of so many elements, or None."""
         if len(self.shape) != len(self.strides) or len(self.shape) > MAX_DIMENSIONS:

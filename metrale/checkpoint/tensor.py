@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from metrale.checkpoint.file_bytes import FilePlace
+
 FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
         "f32": np.dtype(np.float32),
@@ -69,6 +71,9 @@ class TensorFile(Protocol):
 
     def reader(self, name: str) -> Reader:
         """What `metrale.checkpoint.Checkpoint.reader` returns, without its checks."""
+
+    def stored_at(self, name: str) -> FilePlace | None:
+        """What `metrale.checkpoint.Checkpoint.stored_at` returns."""
 
     def place(self, name: str) -> Hashable:
         """Return what tells which bytes of the file a tensor is: equal for tensors that are the same ones."""

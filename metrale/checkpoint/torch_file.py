@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metrale.checkpoint import strided
+from metrale.checkpoint.file_bytes import FilePlace
 from metrale.checkpoint.paths import is_lfs_pointer, require_file
 from metrale.checkpoint.pickle_machine import RefusedPickle
 from metrale.checkpoint.stored_zip import StoredZip
@@ -81,6 +82,13 @@ class TorchFile:
             read_bytes(position + first * itemsize, out.view(np.uint8))
 
         return lambda start, out: strided.read(view, start, out, read_run)
+
+    def stored_at(self, name: str) -> FilePlace | None:
+        """Return where the tensor's elements are, one after another in C order; None when they are not."""
+        stored, position = self._stored[name]
+        if not stored.view.contiguous:
+            return None
+        return FilePlace(self._zip.bytes, position + stored.view.offset * ITEMSIZES[stored.dtype])
 
     def place(self, name: str) -> tuple[str, Strided, int]:
         """Return element type, view and storage, which tensors share that PyTorch saved as one."""

@@ -24,7 +24,8 @@ from metrale.nllb.config import NllbConfig
 from metrale.nllb.embeddings import DECODER_EMBEDDING, EMBEDDING, HEAD, TIED, Tables
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.positions import sinusoidal
-from metrale.nllb.staging import Staging, Transfer
+from metrale.nllb.staging import Transfer
+from metrale.nllb.upload import send
 from metrale.nllb.weights import (
     DECODER_NORM,
     ENCODER_NORM,
@@ -201,8 +202,9 @@ def weight_layout(shape: ModelShape) -> Layout:
 def load_weights(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, found: WeightMap) -> DeviceWeights:
     """Allocate and fill the weights, which are complete on return, for work on any stream.
 
-    The checkpoint is read into page-locked memory by several threads, and converted on the way where that is needed;
-    the device copies from there meanwhile. Host memory holds the slots of `Staging`, and what is being converted.
+    What the page cache holds as the device needs it is copied from there. All else is read into page-locked memory by
+    several threads, and converted on the way where that is needed; the device copies from there meanwhile. Host memory
+    holds the slots of `Staging`, and what is being converted.
 
     Raises
     ------
@@ -214,8 +216,7 @@ def load_weights(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, fou
     layout = weight_layout(shape)
     arena = Arena(gpu, layout, tag="weights")
     try:
-        with Staging(gpu, layout.nbytes) as staging:  # left before the arena may be freed: no copy runs then
-            staging.send(_transfers(shape, checkpoint, found, arena))
+        send(gpu, list(_transfers(shape, checkpoint, found, arena)))
     except BaseException:
         arena.free()
         raise
@@ -233,7 +234,10 @@ def _transfers(shape: ModelShape, checkpoint: Checkpoint, found: WeightMap, aren
 
 
 def _of_tensor(shape: ModelShape, checkpoint: Checkpoint, name: str, at: DevicePtr) -> Transfer:
-    info, path, read = checkpoint.tensors[name], str(checkpoint.path), checkpoint.reader(name)
+    info, path = checkpoint.tensors[name], str(checkpoint.path)
+
+    def read(start: int, room: NDArray[Any]) -> None:
+        checkpoint.reader(name)(start, room)
 
     def read_and_convert(start: int, room: NDArray[Any]) -> None:
         stored: NDArray[Any] = np.empty(min(_BLOCK, len(room)), FLOAT_DTYPES[info.dtype])
@@ -242,8 +246,10 @@ def _of_tensor(shape: ModelShape, checkpoint: Checkpoint, name: str, at: DeviceP
             read(start + first, part)
             convert(part, shape.dtype, out=room[first : first + _BLOCK], name=name, path=path)
 
-    fill = read if info.dtype == shape.dtype else read_and_convert
-    return Transfer(info.rows * info.row_elements, shape.dtype, at, fill)
+    count = info.rows * info.row_elements
+    if info.dtype == shape.dtype:
+        return Transfer(count, shape.dtype, at, read, checkpoint.stored_at(name))
+    return Transfer(count, shape.dtype, at, read_and_convert)
 
 
 def _of_positions(shape: ModelShape, at: DevicePtr) -> Transfer:

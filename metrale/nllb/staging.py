@@ -19,6 +19,7 @@ from gpu_runtime.arena import REGION_ALIGNMENT
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
+from metrale.checkpoint import FilePlace
 from metrale.nllb.turns import Turn
 
 SLOT_BYTES: Final = 8 << 20
@@ -35,12 +36,20 @@ Fill = Callable[[int, NDArray[Any]], object]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Elements that are to be on the device: how many of which type, where, and what writes them to host memory."""
+    """Elements that are to be on the device: how many of which type, where, and what writes them to host memory.
+
+    ``stored`` is where a file has them as they are, one after another.
+    """
 
     count: int
     dtype: str
     at: DevicePtr
     fill: Fill
+    stored: FilePlace | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * dtypes.itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from metrale.checkpoint import FLOAT_DTYPES, TensorInfo, open_checkpoint
 from metrale.errors import CheckpointError, InvalidInput
 from tests.checkpoint.arrays import Arrays, bits
+from tests.checkpoint.torch_files import Storage, Tensor, write_bin
 
 INDEX = "model.safetensors.index.json"
 
@@ -106,6 +107,38 @@ def test_elements_are_read_into_what_is_there(tmp_path: Path, arrays: Arrays) ->
             places = [(start, count) for start in range(flat.size + 1) for count in range(flat.size + 1 - start)]
             assert all(threads.map(same, places))
             assert flat.size == info.rows * info.row_elements
+
+
+@pytest.mark.parametrize("form", ["single", "sharded", "torch"])
+def test_where_tensors_are_stored(tmp_path: Path, arrays: Arrays, form: str) -> None:
+    """The bytes at a tensor's place are its elements, and a view that has them in another order has no place."""
+    if form == "torch":
+        whole = Storage(np.arange(24, dtype=np.float32))
+        views = {
+            "part": Tensor(whole, (2, 3), (3, 1), 5),
+            "turned": Tensor(whole, (3, 2), (1, 3)),
+            "row": Tensor(whole, (1, 4), (99, 1), 20),
+        }
+        write_bin(tmp_path / "pytorch_model.bin", {**arrays, **views})
+        arrays = {**arrays, "part": whole.values[5:11], "row": whole.values[20:]}
+    else:
+        (write_shards if form == "sharded" else write_single)(tmp_path, arrays)
+    with open_checkpoint(tmp_path) as checkpoint:
+        for name, array in arrays.items():
+            place = checkpoint.stored_at(name)
+            assert place is not None
+            found = np.empty(array.nbytes, np.uint8)
+            place.file.read(place.offset, found)
+            assert found.tobytes() == bits(array)
+        if form == "torch":
+            assert checkpoint.stored_at("turned") is None
+        with pytest.raises(InvalidInput, match="name: expected a tensor of this checkpoint, got zz"):
+            checkpoint.stored_at("zz")
+    with pytest.raises(CheckpointError, match="closed"):
+        checkpoint.stored_at("a")
+    assert place is not None
+    with pytest.raises(CheckpointError, match="cannot be read: I/O operation on closed file"):
+        place.file.fileno()
 
 
 def test_wrong_elements_are_refused(tmp_path: Path, arrays: Arrays) -> None:

@@ -154,6 +154,7 @@ def refused_calls(gpu: GpuBackend, stream: int) -> dict[str, Call]:
         "synchronize": lambda: gpu.synchronize(stream),
         "copy_d2h": lambda: gpu.copy_d2h_on_stream(ptr, buffer, stream),
         "copy_h2d": lambda: gpu.copy_h2d_on_stream(buffer, ptr, stream),
+        "copy_files": lambda: gpu.copy_files_h2d([], stream),
         "begin": lambda: gpu.begin_capture(stream),
         "end": lambda: gpu.end_capture(stream),
     }
@@ -167,6 +168,7 @@ REFUSED = (
     "synchronize",
     "copy_d2h",
     "copy_h2d",
+    "copy_files",
     "begin",
     "end",
 )

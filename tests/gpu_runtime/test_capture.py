@@ -173,6 +173,7 @@ def test_waiting_is_refused_in_a_capture(gpu: GpuBackend, ptrs: list[int]) -> No
         lambda: gpu.copy_d2h(ptrs[0], buffer),
         lambda: gpu.copy_d2h_on_stream(ptrs[0], buffer),
         lambda: gpu.copy_h2d_on_stream(buffer, ptrs[0]),
+        lambda: gpu.copy_files_h2d([]),
         lambda: gpu.copy_d2d(ptrs[0], ptrs[1], 16),
         lambda: gpu.memset(ptrs[0], 0, 16),
         lambda: gpu.event_query(event),

@@ -75,6 +75,7 @@ ARGUMENTS: dict[str, Any] = {
     "module": "toy",
     "name": "toy_f32",
     "dtype": "f32",
+    "spans": (),
 }
 
 

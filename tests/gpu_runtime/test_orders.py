@@ -56,6 +56,7 @@ WAITS: dict[str, Callable[[HostBackend, int, int, int, PinnedMemory], Any]] = {
     "event_synchronize": lambda gpu, stream, event, ptr, memory: gpu.event_synchronize(event),
     "copy_d2h_on_stream": lambda gpu, stream, event, ptr, memory: gpu.copy_d2h_on_stream(ptr, bytearray(1), stream),
     "copy_h2d_on_stream": lambda gpu, stream, event, ptr, memory: gpu.copy_h2d_on_stream(bytearray(1), ptr, stream),
+    "copy_files_h2d": lambda gpu, stream, event, ptr, memory: gpu.copy_files_h2d([], stream),
     "destroy_stream": lambda gpu, stream, event, ptr, memory: gpu.destroy_stream(stream),
     "free": lambda gpu, stream, event, ptr, memory: gpu.free(ptr),
     "free_host_pinned": lambda gpu, stream, event, ptr, memory: gpu.free_host_pinned(memory),
