@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The device layer: pointers, memory, launches, streams and graphs. It knows nothing of models."""
 
+import gpu_runtime.interpreter  # noqa: F401  # first: it refuses a subinterpreter, before NumPy is imported
 from gpu_runtime.arena import Arena, Layout, LogitsArena
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.config import Config
