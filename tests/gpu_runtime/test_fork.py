@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A forked child has the host backend's memory as it has all memory: a copy of its own. tests/gpu has CUDA's refusal."""
+"""A forked child has the host backend's memory as it has all memory: a copy. tests/gpu has CUDA's refusal."""
 
 from __future__ import annotations
 
