@@ -4,6 +4,7 @@
 from gpu_runtime.arena import Arena, Layout, LogitsArena
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.config import Config
+from gpu_runtime.device_buffer import DeviceBuffer, view, wrap
 from gpu_runtime.errors import (
     BackendUnavailable,
     DeviceError,
@@ -16,6 +17,8 @@ from gpu_runtime.errors import (
     UnwrittenOutput,
 )
 from gpu_runtime.handles import KernelHandle, LaunchRecord, PinnedMemory
+from gpu_runtime.interop.array_import import from_cuda_array_interface
+from gpu_runtime.interop.dlpack_import import from_dlpack
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.limits import Limits
 from gpu_runtime.op import AddressTable, Arg, LaunchPlan, Op, OpRegistry, OpSpec, Tolerance
@@ -30,6 +33,7 @@ __all__ = [
     "Arg",
     "BackendUnavailable",
     "Config",
+    "DeviceBuffer",
     "DeviceError",
     "DevicePtr",
     "GpuBackend",
@@ -53,5 +57,9 @@ __all__ = [
     "UninitializedRead",
     "UnknownKernel",
     "UnwrittenOutput",
+    "from_cuda_array_interface",
+    "from_dlpack",
     "open_backend",
+    "view",
+    "wrap",
 ]
