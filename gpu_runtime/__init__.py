@@ -5,6 +5,7 @@ import gpu_runtime.interpreter  # noqa: F401  # first: it refuses a subinterpret
 from gpu_runtime.arena import Arena, Layout, LogitsArena
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.config import Config
+from gpu_runtime.device_buffer import DeviceBuffer, view, wrap
 from gpu_runtime.errors import (
     BackendUnavailable,
     DeviceError,
@@ -17,6 +18,8 @@ from gpu_runtime.errors import (
     UnwrittenOutput,
 )
 from gpu_runtime.handles import KernelHandle, LaunchRecord, PinnedMemory
+from gpu_runtime.interop.array_import import from_cuda_array_interface
+from gpu_runtime.interop.dlpack_import import from_dlpack
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.limits import Limits
 from gpu_runtime.op import AddressTable, Arg, LaunchPlan, Op, OpRegistry, OpSpec, Tolerance
@@ -31,6 +34,7 @@ __all__ = [
     "Arg",
     "BackendUnavailable",
     "Config",
+    "DeviceBuffer",
     "DeviceError",
     "DevicePtr",
     "GpuBackend",
@@ -54,5 +58,9 @@ __all__ = [
     "UninitializedRead",
     "UnknownKernel",
     "UnwrittenOutput",
+    "from_cuda_array_interface",
+    "from_dlpack",
     "open_backend",
+    "view",
+    "wrap",
 ]

@@ -21,6 +21,14 @@ NUMPY: Final[dict[str, np.dtype[Any]]] = {
     "u8": np.dtype(np.uint8),
     "u32": np.dtype(np.uint32),
     "u64": np.dtype(np.uint64),
+    # what no kernel takes, and others bring or ask for
+    "bool": np.dtype(np.bool_),
+    "i8": np.dtype(np.int8),
+    "i16": np.dtype(np.int16),
+    "u16": np.dtype(np.uint16),
+    "f64": np.dtype(np.float64),
+    "c64": np.dtype(np.complex64),
+    "c128": np.dtype(np.complex128),
 }
 
 CTYPES: Final[dict[str, Any]] = {
@@ -64,6 +72,24 @@ def short_name(name: str) -> str:
         if name in (short, long):
             return short
     raise ValueError(f"dtype: expected one of {', '.join(_LONG_NAMES.values())}, got {name!r}")
+
+
+def element_type(dtype: Any) -> str:
+    """Return the short name of what a caller gave as an element type: a short name, a long one, or a NumPy dtype.
+
+    Raises
+    ------
+    ValueError
+        When device memory has no such type.
+    """
+    if isinstance(dtype, str) and dtype in NUMPY:
+        return dtype
+    try:
+        return _NAMES[NUMPY["bf16"] if dtype == "bfloat16" else np.dtype(dtype)]
+    except (TypeError, KeyError):
+        raise ValueError(
+            f"dtype: expected one of {', '.join(NUMPY)}, or a NumPy dtype of these, got {dtype!r}"
+        ) from None
 
 
 def name_of(dtype: np.dtype[Any]) -> str:
