@@ -9,6 +9,8 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
+from gpu_runtime.errors import told
+
 FLOAT_TYPES: Final = ("f32", "f16", "bf16")
 """Element types that kernels are instantiated over; the suffix of every entry point."""
 
@@ -87,9 +89,8 @@ def element_type(dtype: Any) -> str:
     try:
         return _NAMES[NUMPY["bf16"] if dtype == "bfloat16" else np.dtype(dtype)]
     except (TypeError, KeyError):
-        raise ValueError(
-            f"dtype: expected one of {', '.join(NUMPY)}, or a NumPy dtype of these, got {dtype!r}"
-        ) from None
+        known = ", ".join(NUMPY)
+        raise ValueError(f"dtype: expected one of {known}, or a NumPy dtype of these, got {told(dtype)}") from None
 
 
 def name_of(dtype: np.dtype[Any]) -> str:

@@ -34,7 +34,8 @@ class Foreign:
         """Note one more user of a span and return it. InvalidPointer for NULL."""
         if not address:
             raise InvalidPointer("foreign memory: expected a host address, got NULL")
-        data = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=np.uint8)
+        memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+        data: Array = np.frombuffer(memory, dtype=np.uint8)
         data.flags.writeable = not readonly
         span = ForeignSpan(Allocation(DevicePtr(address), nbytes, "memory of others", call_site()), data)
         self._spans[id(span.entry)] = span

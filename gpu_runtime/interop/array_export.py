@@ -68,7 +68,8 @@ def view_of(tensor: Tensor) -> builtins.memoryview:
     _refuse_device("memoryview", tensor, BufferError)
     _refuse_nameless("memoryview", tensor)
     order(tensor, None)
-    return builtins.memoryview(tensor.export())
+    array: Any = tensor.export()
+    return builtins.memoryview(array)
 
 
 def _refuse_device(what: str, tensor: Tensor, kind: type[Exception]) -> None:
@@ -78,6 +79,4 @@ def _refuse_device(what: str, tensor: Tensor, kind: type[Exception]) -> None:
 
 def _refuse_nameless(what: str, tensor: Tensor) -> None:
     if tensor.dtype in CARRIER:
-        raise BufferError(
-            f"{what}: expected an element type that it has a name for, got {tensor.dtype}; DLPack has one"
-        )
+        raise BufferError(f"{what}: expected an element type that has a name there, got {tensor.dtype}; use DLPack")
