@@ -63,6 +63,8 @@ def sound_calls(gpu: GpuBackend) -> dict[str, Call]:
         "live_bytes": gpu.live_bytes,
         "live_alloc_count": gpu.live_alloc_count,
         "alloc_report": gpu.alloc_report,
+        "allocation": lambda: gpu.allocation(ptr),
+        "live_exports": gpu.live_exports,
         "scan_redzones": lambda: _where_there_are_redzones(gpu.scan_redzones),
         "poison_redzones": lambda: _where_there_are_redzones(gpu.poison_redzones),
         "copy_h2d": lambda: gpu.copy_h2d(X, ptr),
@@ -131,6 +133,7 @@ def _where_there_are_redzones(call: Call) -> None:
 CANNOT_FAIL: Final = frozenset(
     {
         *("total_memory", "free_memory", "live_bytes", "live_alloc_count", "alloc_report", "sweep_unreleased"),
+        *("allocation", "live_exports"),
         *("scan_redzones", "poison_redzones", "has_module", "debug_sync_kernels", "launch_trace", "default_stream"),
         *("create_stream", "create_event", "sm_count", "limits", "kind", "name", "bind_to_thread", "close"),
     }
