@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_runtime import dtypes
+from gpu_runtime.device_buffer import DeviceBuffer
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.errors import NonFiniteLogits
@@ -39,6 +40,11 @@ class LogitsCalls(NllbCore):
         with self._lock:
             self._check_open()
             return self._logits.event(ptr)
+
+    def logits_view(self, ptr: DevicePtr, n: int = 1, stream: StreamLike = 0) -> DeviceBuffer:
+        with self._lock:
+            self._check_open()
+            return self._logits.view(ptr, n, stream)
 
     def logits_buffer_ptr(self) -> DevicePtr:
         self._check_open()
