@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from metrale.nllb.model import NllbModel
 from tests.backends import Device, cuda_only, host_only
 from tests.gpu_runtime.toy import OP as TOY
 from tests.gpu_runtime.toy import REGISTRY, SLOW, launch, values
+from tests.hammering import eager_switching
 from tests.ops.harness import download, upload
 
 X: Final = np.array([1.0, 2.0, 3.0, 4.0], dtype=np.float32)
@@ -73,7 +75,7 @@ def test_a_view_owns_nothing(gpu: GpuBackend) -> None:
 
 def test_an_export_holds_its_block(gpu: GpuBackend) -> None:
     """However it was made, and whatever became of the view; nothing is freed by a call that refuses."""
-    ptr, other = upload(gpu, X), gpu.alloc(8)
+    other, ptr = gpu.alloc(8), upload(gpu, X)
     with view(gpu, ptr, 4, "f32") as buffer:
         array = taken(buffer)
     part = array[1:]
@@ -342,3 +344,26 @@ def test_an_import_of_a_row_sees_the_next_row(models: Iterator[NllbModel]) -> No
         model.decode(6, seq)
         model.synchronize()
         assert numbers(row) == model.copy_logits_to_host(ptr).tolist() != first
+
+
+def test_threads_that_hold_a_model_read_their_own_rows(models: Iterator[NllbModel]) -> None:
+    """A step of one sequence writes row 0, whoever's it is: each thread holds the model until it has read the row."""
+    model = next(models)
+    targets = range(80, 84)
+
+    def rows(target: int) -> list[bytes]:
+        seq = model.alloc_sequence()
+        seq.src_lang_id, seq.tgt_lang_id = 80, target
+        model.prefill([5, 6, 7], seq)
+        found = []
+        for token in (9, 10, 11, 12, 13):
+            with model.exclusive():
+                found.append(model.copy_logits_to_host(model.decode(token, seq)).tobytes())
+        model.free_sequence(seq)
+        return found
+
+    alone = [rows(target) for target in targets]
+    assert len({row for of_one in alone for row in of_one}) == 20
+    for _ in range(3):
+        with eager_switching(), ThreadPoolExecutor(len(targets)) as pool:
+            assert list(pool.map(rows, targets)) == alone
