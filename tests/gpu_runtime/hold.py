@@ -96,7 +96,7 @@ class Held:
 
     @contextmanager
     def until_another_thread_has(self, step: Callable[[], Any]) -> Iterator[None]:
-        """Let another thread make `STEPS` steps and more inside the context, and then end the work; raise what it raised."""
+        """Let another thread make `STEPS` steps inside the context, then end the work; raise what it raised."""
         errors: list[BaseException] = []
 
         def run() -> None:
