@@ -336,7 +336,7 @@ class CudaBackend(MemoryCalls):
         with self._lock:
             if self._lifetime.refusal:
                 return
-            self._memory.refuse_exported("close")
+            self._memory.end()
             try:
                 self._streams.finish()
             finally:
