@@ -204,6 +204,7 @@ class HostBackend(ProductCalls):
         with self._lock:
             if self._closed:
                 return
+            self._let_go()
             self._memory.end()
             self._closed = True
             streams = tuple(self._streams.values())

@@ -32,6 +32,13 @@ def lent(gpu: GpuBackend, array: Array = X, **options: Any) -> DeviceBuffer:
     return view(gpu, upload(gpu, array), array.shape, array.dtype, **options)
 
 
+def settle(gpu: GpuBackend) -> None:
+    """Have the backend let go of what nobody needs any more, and of what that leaves."""
+    for _ in range(3):
+        gpu.synchronize()
+        gpu.free(gpu.alloc(1))
+
+
 def described(capsule: Any) -> dict[str, Any]:
     """Return what a fresh capsule says of its tensor."""
     names = dlpack.names_of(capsule)

@@ -13,7 +13,7 @@ import pytest
 from gpu_runtime import DeviceBuffer, DeviceError, GpuBackend, InvalidPointer, from_dlpack
 from gpu_runtime.interop import dlpack
 from tests.backends import host_only
-from tests.gpu_runtime.exchanging import Array, Producer, X, lent
+from tests.gpu_runtime.exchanging import Array, Producer, X, lent, settle
 from tests.gpu_runtime.toy import launch, values
 from tests.ops.harness import download
 
@@ -42,8 +42,7 @@ def test_content(gpu: GpuBackend, array: Array, versioned: bool, as_capsule: boo
     assert content(gpu, buffer, array).tolist() == array.tolist()
     buffer.close()
     buffer.close()
-    gpu.synchronize()
-    gc.collect()
+    settle(gpu)
     assert len(producer.deleted) == 1
 
 
@@ -67,6 +66,7 @@ def test_a_producer_of_before_versions(gpu: GpuBackend) -> None:
     buffer = from_dlpack(gpu, producer)
     assert content(gpu, buffer, X).tolist() == X.tolist()
     buffer.close()
+    settle(gpu)
     assert len(producer.deleted) == 1
 
 
@@ -170,8 +170,7 @@ def test_a_copy(gpu: GpuBackend) -> None:
     array = X.copy()
     producer, live = Producer(array), gpu.live_alloc_count()
     buffer = from_dlpack(gpu, producer, copy=True)
-    gpu.synchronize()
-    gc.collect()
+    settle(gpu)
     assert len(producer.deleted) == 1
     assert gpu.live_alloc_count() == live + 1
     array[:] = 0
@@ -215,7 +214,6 @@ def test_our_own_memory_comes_back(gpu: GpuBackend) -> None:
     second.close()
     assert gpu.live_exports() == 2, "the third needs what the second had"
     third.close()
-    gpu.synchronize()
     gpu.free(first.ptr)
 
 
@@ -226,9 +224,7 @@ def test_an_owner_that_is_only_dropped(gpu: GpuBackend) -> None:
     gpu.synchronize()
     del buffer
     gc.collect()
-    gpu.free(gpu.alloc(8))
-    gpu.synchronize()
-    gpu.live_bytes()
+    settle(gpu)
     assert len(producer.deleted) == 1
 
 

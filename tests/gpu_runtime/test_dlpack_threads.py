@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_runtime import GpuBackend
+from gpu_runtime import GpuBackend, view
 from gpu_runtime.interop import dlpack
 from tests.backends import host_only
 from tests.gpu_runtime.exchanging import lent
@@ -75,8 +75,6 @@ def test_while_another_thread_is_inside_the_backend(gpu: GpuBackend) -> None:
 
 def test_a_python_thread_that_drops_the_last_array(gpu: GpuBackend) -> None:
     memory = gpu.alloc_host_pinned(64)
-    from gpu_runtime import view
-
     arrays = [np.from_dlpack(view(gpu, memory.address, 16, "f32")) for _ in range(8)]
     threads = [threading.Thread(target=arrays.pop) for _ in range(8)]
     for thread in threads:

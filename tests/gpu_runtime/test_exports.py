@@ -16,7 +16,7 @@ import pytest
 
 from gpu_runtime import Arena, DeviceBuffer, GpuBackend, InvalidPointer, Layout, from_dlpack, view, wrap
 from tests.backends import Device, host_only
-from tests.gpu_runtime.exchanging import Owner, Producer, X, lent
+from tests.gpu_runtime.exchanging import Owner, Producer, X, lent, settle
 from tests.ops.harness import download
 
 Refusal = Callable[[GpuBackend, DeviceBuffer], Any]
@@ -163,16 +163,15 @@ def test_an_owner_is_kept_by_the_buffer(gpu: GpuBackend, make: Any) -> None:
     buffer = make(gpu, owner)
     del owner
     gc.collect()
-    gpu.live_bytes()
+    settle(gpu)
     assert gone == []
     row = buffer.row(0)
     buffer.close()
-    gpu.live_bytes()
+    settle(gpu)
     assert gone == [], "a row is a buffer as well"
     assert not row.closed
-    gpu.synchronize()
     row.close()
-    gpu.live_bytes()
+    settle(gpu)
     assert gone == [True]
 
 
@@ -185,11 +184,10 @@ def test_an_owner_is_kept_by_an_export(gpu: GpuBackend, make: Any) -> None:
     export = buffer.__dlpack__()
     buffer.close()
     gc.collect()
-    gpu.synchronize()
-    gpu.live_bytes()
+    settle(gpu)
     assert gone == []
     del export
-    gpu.live_bytes()
+    settle(gpu)
     assert gone == [True]
 
 
@@ -222,8 +220,7 @@ def test_cycles_are_collected(gpu: GpuBackend) -> None:
     del node
     assert gpu.live_exports() > 0
     gc.collect()
-    gpu.synchronize()
-    gpu.live_bytes()
+    settle(gpu)
     gpu.free(buffer.ptr)
 
 
@@ -261,7 +258,7 @@ def test_threads_that_export_and_one_that_frees(gpu: GpuBackend) -> None:
     assert errors == []
     assert freed + refused == 300
     assert freed
-    gpu.synchronize()
+    settle(gpu)
     assert gpu.live_exports() == 0
     assert gpu.live_alloc_count() == 1
 
@@ -288,8 +285,7 @@ def test_ten_thousand_cycles_leave_nothing(gpu: GpuBackend) -> None:
         """Return the allocated blocks of Python's memory after some cycles."""
         for turn in range(cycles):
             cycle(gpu, buffer, producer, turn)
-        gpu.synchronize()
-        gpu.live_bytes()
+        settle(gpu)
         gc.collect()
         return sys.getallocatedblocks()
 
