@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu_runtime import from_dlpack, view, wrap
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
 from tests.backends import Device, cuda_only
@@ -49,6 +50,15 @@ def calls_of(gpu: GpuBackend) -> dict[str, Call]:
         "total_memory": gpu.total_memory,
         "free_memory": gpu.free_memory,
         "alloc_report": gpu.alloc_report,
+        "allocation": lambda: gpu.allocation(ptr),
+        "live_exports": gpu.live_exports,
+        "export": lambda: view(gpu, ptr, 4, "f32").__dlpack__(),
+        "export to another stream": lambda: view(gpu, ptr, 4, "f32").__dlpack__(stream=stream),
+        "export of a copy": lambda: view(gpu, ptr, 4, "f32").__dlpack__(copy=True),
+        "export to the host": lambda: view(gpu, ptr, 4, "f32").__dlpack__(dl_device=(1, 0)),
+        "import": lambda: from_dlpack(gpu, view(gpu, ptr, 4, "f32")).close(),
+        "import of the host's": lambda: from_dlpack(gpu, X).close(),
+        "wrap": lambda: wrap(gpu, ptr, 16, None).close(),
         "copy_h2d": lambda: gpu.copy_h2d(X, ptr),
         "copy_d2h": lambda: gpu.copy_d2h(ptr, bytearray(16)),
         "copy_d2d": lambda: gpu.copy_d2d(ptr, space, 16),
