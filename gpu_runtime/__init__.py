@@ -19,6 +19,7 @@ from gpu_runtime.errors import (
 )
 from gpu_runtime.handles import KernelHandle, LaunchRecord, PinnedMemory
 from gpu_runtime.interop.array_import import from_cuda_array_interface
+from gpu_runtime.interop.cuda_stream import CudaStream
 from gpu_runtime.interop.dlpack_import import from_dlpack
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.limits import Limits
@@ -34,6 +35,7 @@ __all__ = [
     "Arg",
     "BackendUnavailable",
     "Config",
+    "CudaStream",
     "DeviceBuffer",
     "DeviceError",
     "DevicePtr",

@@ -114,6 +114,7 @@ class GpuBackend(abc.ABC):
         has one is not freed: `free`, `free_host_pinned`, `sweep_unreleased` and `close` raise BufferError instead, and
         change nothing.
         """
+        self._let_go()
         return self._blocks.exports_at(checks.address("live_exports: ptr", ptr))
 
     @property
@@ -122,8 +123,8 @@ class GpuBackend(abc.ABC):
         """The blocks and their exports, for the exchange with others."""
 
     @abc.abstractmethod
-    def _let_go(self) -> None:
-        """Let go of what buffers have left behind, once the work enqueued so far is done."""
+    def _let_go(self, *, wait: bool = False) -> None:
+        """Let go of what buffers have left behind and no work uses any more; or, after waiting for that, of all."""
 
     # copies
 

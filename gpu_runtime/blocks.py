@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from gpu_runtime.errors import InvalidPointer
+from gpu_runtime.errors import DeviceError, InvalidPointer
 from gpu_runtime.ledger import Allocation, Ledger, counted
 
 DLDevice = tuple[int, int]
@@ -54,10 +54,11 @@ class Blocks:
         self.pinned = Ledger()
         self.orphans: deque[Orphan] = deque()
         self.closed = False
-        """Whether the backend is closed: nothing that a buffer leaves can be in use any more."""
+        """Whether the backend has ended: nothing that a buffer leaves can be in use any more."""
         self.exports: dict[object, Allocation] = {}
         """The exported block of each live export, by a key that the export removes when it ends."""
         self._lock = threading.RLock()
+        self._ending = False
 
     def find(self, address: int) -> Allocation | None:
         """Return the live block, page-locked memory included, that contains ``address``, if any."""
@@ -82,9 +83,13 @@ class Blocks:
         ------
         InvalidPointer
             When the block was freed.
+        DeviceError
+            When the backend is being closed.
         """
         key = object()
         with self._lock:
+            if self._ending:
+                raise DeviceError("the backend is closed")
             if not self.lives(block):
                 raise InvalidPointer(f"export: expected live memory, got a block that was freed: {block}")
             self.exports[key] = block
@@ -118,6 +123,12 @@ class Blocks:
         hindering = [block for block in exported if wanted is None or id(block) in wanted]
         if hindering:
             raise exported_error(call, len(hindering), str(hindering[0]))
+
+    def end(self) -> None:
+        """Begin the backend's end: no more exports. BufferError when there is one; then nothing ends."""
+        with self._lock:
+            self.refuse_exported("close")
+            self._ending = True
 
     def refuse_exported_at(self, call: str, address: int) -> None:
         """Raise BufferError when the block that starts at ``address`` has a live export."""

@@ -205,15 +205,24 @@ class CudaMemory(Blocks):
                 self.free(entry.ptr, marks)
         return entries
 
-    def let_go(self, orphans: Sequence[Orphan], marks: Callable[[], list[Mark]]) -> None:
-        """Let go of what buffers left behind once the streams have passed the marks."""
-        with self._lock:
-            for orphan in orphans:
-                if orphan.block is not None and self.lives(orphan.block):
-                    self.free(orphan.block.ptr, marks)
-                if orphan.owner is not None:
-                    self._retired.append(_Retired(_NOTHING, orphan.owner, marks()))
-            self.reclaim()
+    def let_go(self, marks: Callable[[], list[Mark]], *, wait: bool = False) -> None:
+        """Let go of what buffers left behind once the streams have passed the marks; that may leave more.
+
+        Of what was given up before, something may hold an export of ours: where there are any, it is looked at again.
+        """
+        while self.orphans or ((wait or self.exports) and self._retired):
+            with self._lock:
+                for orphan in self.take_orphans():
+                    self._retire(orphan, marks)
+                self.reclaim(wait=wait)
+            if not self.orphans:
+                return
+
+    def _retire(self, orphan: Orphan, marks: Callable[[], list[Mark]]) -> None:
+        if orphan.block is not None and self.lives(orphan.block):
+            self.free(orphan.block.ptr, marks)
+        if orphan.owner is not None:
+            self._retired.append(_Retired(_NOTHING, orphan.owner, marks()))
 
     def adopt(self, address: int, nbytes: int, *, readonly: bool) -> None:
         found = self._context.call(runtime.pointerGetAttributes, address)

@@ -43,11 +43,14 @@ class MemoryCalls(StreamCalls):
         self._check_open()
         return self._memory
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, wait: bool = False) -> None:
         self._check_open()
-        orphans = self._memory.take_orphans()
-        if orphans:
-            self._memory.let_go(orphans, self._streams.marks)
+        self._memory.let_go(self._streams.marks, wait=wait)
+
+    def _settle_exports(self, ptr: int = 0) -> None:
+        """Let the exports end that only wait for work, where there are any of a block (0: of all)."""
+        if self._memory.exports_at(ptr):
+            self._let_go(wait=True)
 
     def alloc(self, nbytes: int, *, tag: str = "") -> DevicePtr:
         self._let_go()
@@ -61,6 +64,7 @@ class MemoryCalls(StreamCalls):
         self._let_go()
         address = checks.address("free: ptr", ptr)
         if address:
+            self._settle_exports(address)
             self._memory.free(DevicePtr(address), self._streams.marks)
 
     def total_memory(self) -> int:
@@ -85,6 +89,7 @@ class MemoryCalls(StreamCalls):
 
     def sweep_unreleased(self) -> list[Allocation]:
         self._let_go()
+        self._settle_exports()
         return self._memory.sweep(self._streams.marks)
 
     def scan_redzones(self) -> list[Allocation]:
@@ -222,9 +227,9 @@ class MemoryCalls(StreamCalls):
         return memory
 
     def free_host_pinned(self, memory: PinnedMemory) -> None:
-        self._check_open()  # before the lock, which a forked child may find held for ever
+        self._let_go()  # before the lock, which a forked child may find held for ever
         with self._lock:
-            self._pinned_entry(memory)
+            self._settle_exports(self._pinned_entry(memory).address)
             self._memory.refuse_exported_at("free_host_pinned", memory.address)
             del self._pinned[memory.address]
         self._memory.free_pinned(DevicePtr(memory.address), self._streams.marks)

@@ -204,12 +204,14 @@ class HostBackend(ProductCalls):
         with self._lock:
             if self._closed:
                 return
-            self._memory.refuse_exported("close")
-            self._closed = self._memory.closed = True
+            self._let_go()
+            self._memory.end()
+            self._closed = True
             streams = tuple(self._streams.values())
         for stream in streams:
             self._drop_capture(stream)
         self._order.close(streams)
+        self._memory.closed = True
         for orphan in self._memory.take_orphans():
             self._memory.let_go(orphan)
         for entry in (*self._memory.sweep(), *self._memory.pinned):

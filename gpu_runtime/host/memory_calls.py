@@ -39,16 +39,15 @@ class MemoryCalls(StreamCalls):
         self._check_open()
         return self._memory
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, wait: bool = False) -> None:
         self._check_open()
-        orphans = self._memory.take_orphans()
-        if not orphans:
-            return
-        try:
-            self._finish_work()
-        finally:
-            for orphan in orphans:
-                self._memory.let_go(orphan)
+        while orphans := self._memory.take_orphans():
+            try:
+                self._finish_work()
+            finally:
+                for orphan in orphans:
+                    self._memory.let_go(orphan)
+            del orphans, orphan  # which may leave more of them
 
     def alloc(self, nbytes: int, *, tag: str = "") -> DevicePtr:
         self._let_go()
@@ -190,6 +189,7 @@ class MemoryCalls(StreamCalls):
         return memory
 
     def free_host_pinned(self, memory: PinnedMemory) -> None:
+        self._let_go()
         with self._lock:
             self._pinned_entry(memory)
             self._memory.refuse_exported_at("free_host_pinned", memory.address)

@@ -14,6 +14,7 @@ from typing import Any
 
 from gpu_runtime import checks
 from gpu_runtime.backend import GpuBackend
+from gpu_runtime.errors import told
 from gpu_runtime.export import Array, Tensor
 from gpu_runtime.interop import dlpack
 from gpu_runtime.packing import packed, to_host
@@ -60,8 +61,7 @@ def export(tensor: Tensor, request: Request) -> Any:
     """Return a capsule, as `gpu_runtime.DeviceBuffer.__dlpack__` says."""
     here = tensor.holding.device()
     target, versioned = request.target(here), request.versioned
-    if request.copy not in (None, True, False) or not isinstance(request.copy, bool | None):
-        raise ValueError(f"copy: expected True, False or None, got {request.copy!r}")
+    check_copy(request.copy)
     consumer = _consumer(request.stream, on_host=here[0] != dlpack.CUDA)
     moves = here[0] == dlpack.CUDA and target == HOST
     if moves and request.copy is False:
@@ -80,6 +80,12 @@ def export(tensor: Tensor, request: Request) -> Any:
     array = given.export()
     order(given, consumer)
     return _capsule(array, tensor.dtype, target, versioned, copied=bool(request.copy))
+
+
+def check_copy(copy: Any) -> None:
+    """Raise ValueError for what is neither a bool nor None."""
+    if not isinstance(copy, bool | None):
+        raise ValueError(f"copy: expected True, False or None, got {told(copy)}")
 
 
 def _consumer(stream: Any, *, on_host: bool) -> int | None:

@@ -14,7 +14,7 @@ from gpu_runtime.device_buffer import DeviceBuffer, foreign
 from gpu_runtime.export import Array, interface_of
 from gpu_runtime.extents import Extents
 from gpu_runtime.interop import dlpack
-from gpu_runtime.interop.dlpack_export import refuse_capture, same_handle
+from gpu_runtime.interop.dlpack_export import check_copy, refuse_capture, same_handle
 from gpu_runtime.packing import new_block
 from gpu_runtime.streams import StreamLike
 
@@ -60,8 +60,7 @@ def from_dlpack(gpu: GpuBackend, source: Any, *, stream: StreamLike = 0, copy: b
     ValueError
         When the capsule was used already.
     """
-    if not isinstance(copy, bool | None):
-        raise ValueError(f"copy: expected True, False or None, got {copy!r}")
+    check_copy(copy)
     capsule = _ask(gpu, source, stream) if hasattr(source, "__dlpack__") else source
     names = dlpack.names_of(capsule)
     if names is None:

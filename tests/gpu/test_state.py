@@ -57,7 +57,7 @@ def check(calls: dict[str, Call], *, refused: bool) -> None:
     for name, call in calls.items():
         try:
             call()
-        except (GpuRuntimeError, TypeError, ValueError):
+        except (GpuRuntimeError, BufferError, TypeError, ValueError):
             assert refused, name
         else:
             assert not refused, f"{name} was not refused"

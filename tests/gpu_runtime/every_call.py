@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from gpu_runtime import from_dlpack, view, wrap
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
 from tests.gpu_runtime.toy import launch, values
@@ -30,6 +31,10 @@ def method_of(name: str) -> str:
     return name.partition(":")[0]
 
 
+EXCHANGE: Final = "exchange"
+"""What calls of functions that take a backend are named by."""
+
+
 def sound_calls(gpu: GpuBackend) -> dict[str, Call]:
     """Return calls by name, for a backend with the toy kernel; run in order. `close` is not among them."""
     ptr, other, space = upload(gpu, X), upload(gpu, X), gpu.alloc(4096)
@@ -46,6 +51,10 @@ def sound_calls(gpu: GpuBackend) -> dict[str, Call]:
     def strided() -> None:
         steps: dict[str, Any] = {"stride_a": 2, "stride_w": 0, "stride_c": 1}
         gpu.gemm_strided_batched(ptr, ptr, other, 1, 1, 2, 2, **steps, dtype="f32")
+
+    def interface() -> None:
+        buffer = view(gpu, ptr, 4, "f32")
+        assert buffer.__array_interface__ if gpu.kind() == "host" else buffer.__cuda_array_interface__
 
     def watched() -> None:
         gpu.debug_sync_kernels = True
@@ -65,6 +74,15 @@ def sound_calls(gpu: GpuBackend) -> dict[str, Call]:
         "alloc_report": gpu.alloc_report,
         "allocation": lambda: gpu.allocation(ptr),
         "live_exports": gpu.live_exports,
+        "exchange: export": lambda: view(gpu, ptr, 4, "f32").__dlpack__(),
+        "exchange: export without order": lambda: view(gpu, ptr, 4, "f32").__dlpack__(stream=-1),
+        "exchange: export of a copy": lambda: view(gpu, ptr, 4, "f32").__dlpack__(copy=True),
+        "exchange: export to the host": lambda: view(gpu, ptr, 4, "f32").__dlpack__(dl_device=(1, 0)),
+        "exchange: export of a stream's memory": lambda: view(gpu, ptr, 4, "f32", stream=stream).__dlpack__(),
+        "exchange: array interface": interface,
+        "exchange: import": lambda: from_dlpack(gpu, view(gpu, ptr, 4, "f32")).close(),
+        "exchange: import of the host's": lambda: from_dlpack(gpu, X).close(),
+        "exchange: wrap": lambda: wrap(gpu, ptr, 16, None).close(),
         "scan_redzones": lambda: _where_there_are_redzones(gpu.scan_redzones),
         "poison_redzones": lambda: _where_there_are_redzones(gpu.poison_redzones),
         "copy_h2d": lambda: gpu.copy_h2d(X, ptr),
@@ -184,6 +202,11 @@ def refused_calls(gpu: GpuBackend) -> dict[str, Call]:
         "alloc_host_pinned": lambda: gpu.alloc_host_pinned(HUGE),
         "free_host_pinned": lambda: gpu.free_host_pinned(gone),
         "host_ptr_to_device": lambda: gpu.host_ptr_to_device(gone),
+        "exchange: past the block": lambda: view(gpu, ptr, 5, "f32"),
+        "exchange: no such device": lambda: view(gpu, ptr, 4, "f32").__dlpack__(dl_device=(9, 9)),
+        "exchange: in a capture": in_a_capture(lambda: view(gpu, ptr, 4, "f32").__dlpack__()),
+        "exchange: NULL": lambda: wrap(gpu, 0, 16, None),
+        "exchange: no array": lambda: from_dlpack(gpu, "text"),
         "kernel": lambda: gpu.kernel("toy", "toy_f64"),
         "launch": lambda: gpu.launch(handle, 1, 32, 0, 0, values(ptr, ptr)[:-1]),
         "launch: too many threads": lambda: gpu.launch(handle, 1, 4096, 0, 0, values(ptr, ptr)),
