@@ -262,6 +262,11 @@ class CudaMemory:
         with self._lock:
             return self.pinned.find(address) is not None
 
+    def find(self, address: int) -> Allocation | None:
+        """Return the live block, or the page-locked memory, that contains ``address``, if any."""
+        with self._lock:
+            return self.ledger.find(address) or self.pinned.find(address)
+
     def holder(self, address: int) -> Allocation | None:
         """Return the live block, or the page-locked memory, that contains ``address``; None for foreign memory.
 
@@ -271,7 +276,7 @@ class CudaMemory:
             When the block was freed, and waits for a stream.
         """
         with self._lock:
-            entry = self.ledger.find(address) or self.pinned.find(address)
+            entry = self.find(address)
             if entry is None:
                 for block in self._retired:
                     if block.entry.ptr <= address < block.entry.ptr + block.entry.nbytes:

@@ -160,9 +160,13 @@ class HostMemory:
             raise InvalidPointer(f"span of {counted(nbytes)} at {ptr:#x} ends {past}; used at {self.site()}")
         return storage[REDZONE_BYTES + start : REDZONE_BYTES + start + nbytes]
 
-    def _holder(self, address: int) -> Allocation:
+    def find(self, address: int) -> Allocation | None:
+        """Return the live block, or the page-locked memory, that contains ``address``, if any."""
         with self._lock:
-            entry = self.ledger.find(address) or self.pinned.find(address)
+            return self.ledger.find(address) or self.pinned.find(address)
+
+    def _holder(self, address: int) -> Allocation:
+        entry = self.find(address)
         if entry is None:
             raise InvalidPointer(
                 f"expected an address inside a live allocation, got {address:#x}: {self.whereabouts(address)}; "
@@ -186,8 +190,7 @@ class HostMemory:
 
     def tag_of(self, address: int) -> str:
         """Return the tag of the live block that contains ``address``, "" when none does."""
-        with self._lock:
-            entry = self.ledger.find(address) or self.pinned.find(address)
+        entry = self.find(address)
         return entry.tag if entry else ""
 
     # the spans of copies

@@ -79,6 +79,10 @@ class MemoryCalls(StreamCalls):
         self._check_open()
         return list(self._memory.ledger)
 
+    def find_block(self, address: int) -> Allocation | None:
+        self._check_open()
+        return self._memory.find(checks.address("find_block: address", address))
+
     def sweep_unreleased(self) -> list[Allocation]:
         self._check_open()
         self._finish_work()
