@@ -41,9 +41,7 @@ def device_address(value: Any) -> int:
 def _first_address(interface: Any) -> Any:
     data = interface.get("data") if isinstance(interface, Mapping) else None
     if not isinstance(data, tuple) or len(data) != 2:
-        raise TypeError(
-            f"pointer: expected __cuda_array_interface__ to have data (address, read_only), got {told(data)}"
-        )
+        raise TypeError(f"pointer: expected data (address, read_only) in __cuda_array_interface__, got {told(data)}")
     return data[0]
 
 

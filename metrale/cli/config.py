@@ -57,8 +57,8 @@ def ldflags(variables: Mapping[str, Any] | None = None) -> str:
         if archive.is_file():  # what extension modules need of the program must be visible to them
             return shlex.join([str(archive), *system, *shlex.split(known.get("LINKFORSHARED") or "")])
     raise ConfigError(
-        f"expected lib{name}.so or lib{name}.a in {known.get('LIBDIR')}: install Python's library (Debian: python3-dev), "
-        "or build Python with --enable-shared"
+        f"expected lib{name}.so or lib{name}.a in {known.get('LIBDIR')}: install Python's library "
+        "(Debian: python3-dev), or build Python with --enable-shared"
     )
 
 
