@@ -108,7 +108,11 @@ static inline gpurt_code gpurt_error_from_exception(void)
     if (!value)
         return GPURT_OK;
     pair = gpurt_python_("gpu_runtime.capi.codes", "described", value, 0);
-    text = pair ? PyTuple_GetItem(pair, 1) : PyType_GetName(Py_TYPE(value));
+    if (!pair) { /* there is no gpu_runtime to ask */
+        PyErr_Clear();
+        code = PyErr_GivenExceptionMatches(value, PyExc_ImportError) ? GPURT_ERROR_IMPORT : GPURT_ERROR_RUNTIME;
+    }
+    text = pair ? PyTuple_GetItem(pair, 1) : PyObject_Str(value);
     if (text)
         words = PyUnicode_AsUTF8AndSize(text, 0);
     if (pair && words)
