@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The device layer: pointers, memory, launches, streams and graphs. It knows nothing of models."""
 
+from typing import Any
+
 import gpu_runtime.interpreter  # noqa: F401  # first: it refuses a subinterpreter, before NumPy is imported
 from gpu_runtime.arena import Arena, Layout, LogitsArena
 from gpu_runtime.backend import GpuBackend
+from gpu_runtime.capi import ABI_VERSION, get_include
 from gpu_runtime.config import Config
 from gpu_runtime.device_buffer import DeviceBuffer, view, wrap
 from gpu_runtime.errors import (
@@ -29,6 +32,7 @@ from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike, SupportsCudaStream
 
 __all__ = [
+    "ABI_VERSION",
     "AddressTable",
     "Allocation",
     "Arena",
@@ -62,7 +66,17 @@ __all__ = [
     "UnwrittenOutput",
     "from_cuda_array_interface",
     "from_dlpack",
+    "get_include",
     "open_backend",
     "view",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Make the function table for C hosts when it is first asked for, by ``PyCapsule_Import`` as a rule."""
+    if name != "_C_API":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from gpu_runtime.capi.table import capsule
+
+    return globals().setdefault("_C_API", capsule())

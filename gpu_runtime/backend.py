@@ -89,6 +89,13 @@ class GpuBackend(abc.ABC):
         """Return every live block, oldest first, with its tag and the place that allocated it."""
 
     @abc.abstractmethod
+    def find_block(self, address: int) -> Allocation | None:
+        """Return the live block, or the page-locked memory, that contains ``address``; None when there is none.
+
+        Memory that this backend did not allocate is none of its blocks.
+        """
+
+    @abc.abstractmethod
     def sweep_unreleased(self) -> list[Allocation]:
         """Free every live block and return what they were. BufferError when one of them has a live export."""
 

@@ -97,6 +97,23 @@ OPEN: Final[dict[str, str]] = {
             threading.Thread(target=call, daemon=True).start()
         time.sleep(0.3)
     """,
+    "exports, and memory of others": """
+        from gpu_runtime import view, wrap
+        gpu = opened(order="deferred")
+        ptr = uploaded(gpu)
+        launch(gpu, values(ptr, ptr))
+        if kind == "cuda":
+            import cupy
+            mine = cupy.zeros(4, np.float32)
+            take, address = (cupy.from_dlpack, cupy.asarray), mine.data.ptr
+        else:
+            mine = np.zeros(4, np.float32)
+            take, address = (np.from_dlpack, np.asarray, lambda buffer: buffer.memoryview()), mine.ctypes.data
+        arrays = [one(view(gpu, ptr, 4, "f32")) for one in take]
+        capsule = view(gpu, ptr, 4, "f32").__dlpack__(max_version=(1, 0))
+        wrapped = wrap(gpu, address, 16, mine)
+        gpu.copy_d2d_async(wrapped.ptr, ptr, 16)
+    """,
     "a model and its sequences": """
         model = loaded(opened(order="deferred"))
         seq = model.alloc_sequence()

@@ -87,6 +87,10 @@ class MemoryCalls(StreamCalls):
         self._let_go()
         return list(self._memory.ledger)
 
+    def find_block(self, address: int) -> Allocation | None:
+        self._check_open()
+        return self._memory.find(checks.address("find_block: address", address))
+
     def sweep_unreleased(self) -> list[Allocation]:
         self._let_go()
         self._settle_exports()

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_runtime import dtypes
+from gpu_runtime.arena import LogitsArena
 from gpu_runtime.device_buffer import DeviceBuffer
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
@@ -49,6 +50,11 @@ class LogitsCalls(NllbCore):
     def logits_buffer_ptr(self) -> DevicePtr:
         self._check_open()
         return self._logits.arena.base
+
+    def __logits_arena__(self) -> LogitsArena:
+        """Return where the rows are, for C hosts: ``gpurt_logits_from_object`` asks for it."""
+        self._check_open()
+        return self._logits.arena
 
     def decode_logits_ptr(self) -> DevicePtr:
         return self.logits_buffer_ptr()

@@ -73,6 +73,7 @@ def sound_calls(gpu: GpuBackend) -> dict[str, Call]:
         "live_alloc_count": gpu.live_alloc_count,
         "alloc_report": gpu.alloc_report,
         "allocation": lambda: gpu.allocation(ptr),
+        "find_block": lambda: gpu.find_block(ptr),
         "live_exports": gpu.live_exports,
         "exchange: export": lambda: view(gpu, ptr, 4, "f32").__dlpack__(),
         "exchange: export without order": lambda: view(gpu, ptr, 4, "f32").__dlpack__(stream=-1),
@@ -151,7 +152,7 @@ def _where_there_are_redzones(call: Call) -> None:
 CANNOT_FAIL: Final = frozenset(
     {
         *("total_memory", "free_memory", "live_bytes", "live_alloc_count", "alloc_report", "sweep_unreleased"),
-        *("allocation", "live_exports"),
+        *("allocation", "find_block", "live_exports"),
         *("scan_redzones", "poison_redzones", "has_module", "debug_sync_kernels", "launch_trace", "default_stream"),
         *("create_stream", "create_event", "sm_count", "limits", "kind", "name", "bind_to_thread", "close"),
     }
@@ -166,7 +167,8 @@ def refused_calls(gpu: GpuBackend) -> dict[str, Call]:
     handle = gpu.kernel("toy", "toy_f32")
     capturing, event = gpu.create_stream(), gpu.create_event()
     gpu.begin_capture(capturing)
-    bad, steps = 3, {"stride_a": 2, "stride_w": 0, "stride_c": 1}
+    bad = 3
+    steps: dict[str, Any] = {"stride_a": 2, "stride_w": 0, "stride_c": 1}
 
     def in_a_capture(call: Call) -> Call:
         def run() -> None:
