@@ -83,7 +83,7 @@ OPEN: Final[dict[str, str]] = {
         waits.wait()
         time.sleep(0.1)
         if kind == "cuda":
-            held.let_go()  # the driver lets no process end while a kernel runs
+            held.let_go()  # it would run for ten seconds, and what the driver makes of that is its affair
     """,
     "threads that go on calling": """
         gpu = opened()

@@ -10,14 +10,19 @@ ours. How long NumPy holds the interpreter's lock, while it computes, is NumPy's
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+import metrale_kernels
 import numpy as np
 import pytest
 
+from gpu_runtime import kernel_source
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.handles import PinnedMemory
@@ -69,11 +74,11 @@ HOST_WAITS: Final[dict[str, Wait]] = {
 """Calls that wait on the host backend. On a GPU, memory is left to the work that is enqueued."""
 
 CUDA_WAITS: Final[dict[str, Wait]] = {
-    "copy_d2h_async": lambda t: t.gpu.copy_d2h_async(t.ptr, t.data, t.stream),
+    "copy_d2h_async": lambda t: (t.gpu.copy_d2h_async(t.ptr, t.data, t.stream), t.gpu.synchronize(t.stream)),
     "scan_redzones": lambda t: t.gpu.scan_redzones(),
     "poison_redzones": lambda t: t.gpu.poison_redzones(),
 }
-"""Calls that wait on a GPU alone. The copy is one to memory that is not page-locked, to which CUDA copies at once."""
+"""Calls that wait on a GPU alone. The copy is one to memory that is not page-locked, to which CUDA may copy at once."""
 
 
 def opened(device: Device) -> GpuBackend:
@@ -223,3 +228,26 @@ def test_a_result_that_is_waited_for(make_tiny: MakeModel, gpu: GpuBackend) -> N
             assert held.was_let_go, "it did not wait"
             assert not held.ended_by_itself, "no other thread could run"
     held.free(gpu)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy's binding of NVRTC is not installed")
+def test_compiling_a_kernel() -> None:
+    """It takes a second or so, in which another thread is not kept for long."""
+    from gpu_runtime.cuda import nvrtc
+
+    text = kernel_source.inlined(metrale_kernels.path("packed_attention"), (metrale_kernels.ROOT,))
+    stop, times = threading.Event(), [time.monotonic()]
+
+    def tick() -> None:
+        while not stop.wait(0.001):
+            times.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    nvrtc.compile_source(text, "packed_attention.cu", "compute_80", cache=None)
+    took = time.monotonic() - began
+    stop.set()
+    thread.join()
+    kept = max(later - earlier for earlier, later in itertools.pairwise([*times, time.monotonic()]))
+    assert kept < took / 2, f"{kept:.3f} s of {took:.3f} s"
