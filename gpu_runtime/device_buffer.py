@@ -224,7 +224,7 @@ def view(
     stream_handle(stream)
     address = checks.address("view: ptr", ptr)
     start, size = extents.span(address)
-    block = _block_of(gpu, start, size)
+    block = _block_of("view", gpu, start, size)
     if size and block is None:
         raise InvalidPointer(f"view: expected a span in one live block, got {counted(size)} at {start:#x}")
     return DeviceBuffer(Tensor(Holding(gpu, block, owner=owner), address, extents, name, bool(readonly), stream))
@@ -263,13 +263,24 @@ def foreign(
 ) -> DeviceBuffer:
     """Return a buffer over memory that ``owner`` keeps; it may turn out to be a block of ``gpu``."""
     start, size = extents.span(address)
-    block = _block_of(gpu, start, size)
+    block = _block_of("foreign memory", gpu, start, size)
     span = (start, size) if block is None else (0, 0)
     holding = Holding(gpu, block, owner=owner, foreign=span, readonly=readonly)
     return DeviceBuffer(Tensor(holding, address, extents, dtype, readonly, stream))
 
 
-def _block_of(gpu: GpuBackend, start: int, size: int) -> Allocation | None:
-    """Return the live block that contains a span, if it is not empty and one does."""
-    block = gpu.allocation(start) if size else None
-    return block if block is not None and start + size <= int(block.ptr) + block.nbytes else None
+def _block_of(what: str, gpu: GpuBackend, start: int, size: int) -> Allocation | None:
+    """Return the live block that contains a span, if it is not empty and one does.
+
+    Raises
+    ------
+    InvalidPointer
+        When the span begins in a block and ends outside it.
+    """
+    block = gpu.allocation(start) if 0 <= start < checks.ADDRESS_LIMIT and size else None
+    if block is None:
+        return None
+    past = start + size - int(block.ptr) - block.nbytes
+    if past > 0:
+        raise InvalidPointer(f"{what}: expected a span in one live block, got {counted(past)} past the end of {block}")
+    return block

@@ -225,6 +225,9 @@ class CudaMemory(Blocks):
             self._retired.append(_Retired(_NOTHING, orphan.owner, marks()))
 
     def adopt(self, address: int, nbytes: int, *, readonly: bool) -> None:
+        self.check_span("foreign memory", address, nbytes)
+        if address >= 1 << 63:
+            raise InvalidPointer(f"foreign memory: expected an address that a device can have, got {address:#x}")
         found = self._context.call(runtime.pointerGetAttributes, address)
         if found.type == _UNREGISTERED or (found.type == _DEVICE and found.device != self._context.device):
             where = f"of device {found.device}" if found.type == _DEVICE else "that CUDA does not know"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,10 @@ class Foreign:
         self._spans: dict[int, ForeignSpan] = {}
 
     def add(self, address: int, nbytes: int, *, readonly: bool) -> ForeignSpan:
-        """Note one more user of a span and return it. InvalidPointer for NULL."""
-        if not address:
-            raise InvalidPointer("foreign memory: expected a host address, got NULL")
+        """Note one more user of a span and return it. InvalidPointer for NULL, and past the end of all addresses."""
+        if not 0 < address <= sys.maxsize - nbytes:
+            where = "NULL" if not address else f"{nbytes:,} bytes at {address:#x}"
+            raise InvalidPointer(f"foreign memory: expected a host address, got {where}")
         memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
         data: Array = np.frombuffer(memory, dtype=np.uint8)
         data.flags.writeable = not readonly

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gpu_runtime import DeviceBuffer, GpuBackend, view
+from gpu_runtime.extents import contiguous
 from gpu_runtime.interop import dlpack
 from tests.ops.harness import upload
 
@@ -53,7 +54,7 @@ def described(capsule: Any) -> dict[str, Any]:
         "device": (tensor.device.type, tensor.device.id),
         "dtype": (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes),
         "shape": tuple(tensor.shape[axis] for axis in axes),
-        "strides": tuple(tensor.strides[axis] for axis in axes),
+        "strides": _strides(tensor),
         "flags": managed.flags if isinstance(managed, dlpack.Managed) else None,
         "version": (managed.version.major, managed.version.minor) if isinstance(managed, dlpack.Managed) else None,
     }
@@ -61,6 +62,13 @@ def described(capsule: Any) -> dict[str, Any]:
 
 _new = ctypes.pythonapi.PyCapsule_New
 _new.argtypes, _new.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p), ctypes.py_object
+
+
+def _strides(tensor: dlpack.DLTensor) -> tuple[int, ...]:
+    """Return the strides; an exporter need not give those of a C-contiguous tensor."""
+    if tensor.strides:
+        return tuple(tensor.strides[axis] for axis in range(tensor.ndim))
+    return contiguous([tensor.shape[axis] for axis in range(tensor.ndim)], 1)
 
 
 class Producer:

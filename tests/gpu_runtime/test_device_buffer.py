@@ -192,11 +192,20 @@ def test_wrapped_memory_is_used_by_address(gpu: GpuBackend) -> None:
 def test_wrapped_memory_may_not_be_there(gpu: GpuBackend) -> None:
     with pytest.raises(InvalidPointer, match="NULL"):
         wrap(gpu, 0, 4, None)
+    for address in (1 << 63, (1 << 64) - 4):
+        with pytest.raises(InvalidPointer, match="foreign memory: expected a host address"):
+            wrap(gpu, address, 8, None)
     empty = wrap(gpu, 0, 0, None)
     assert (empty.shape, empty.nbytes) == ((0,), 0)
     for arguments in ((1, -1), (-1, 4)):
         with pytest.raises(ValueError, match="wrap: "):
             wrap(gpu, *arguments, None)
+
+
+def test_wrapped_memory_does_not_begin_in_a_block(gpu: GpuBackend) -> None:
+    ptr = gpu.alloc(64)
+    with pytest.raises(InvalidPointer, match="foreign memory: expected a span in one live block, got 1 byte past"):
+        wrap(gpu, ptr + 32, 33, None)
 
 
 def test_a_wrapped_block_is_the_block(gpu: GpuBackend) -> None:
@@ -332,7 +341,7 @@ def test_what_others_write_is_no_fault(device: Device) -> None:
         ptr = gpu.alloc(64)
         with pytest.raises(UninitializedRead):
             gpu.copy_d2h(ptr, bytearray(4))
-        array = np.from_dlpack(view(gpu, ptr, 8, "f32"))
+        array = np.asarray(view(gpu, ptr, 8, "f32"))
         array[:] = 1
         gpu.copy_d2h(ptr, bytearray(32))
         with pytest.raises(UninitializedRead, match=re.escape("byte 32 of 64 bytes")):

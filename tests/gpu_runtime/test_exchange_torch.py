@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""PyTorch as the consumer and the producer, on the host and on a GPU. It is no dependency: where it is not, no tests."""
+"""PyTorch as the consumer and the producer, on the host and on a GPU. It is no dependency, and may be missing."""
 
 from __future__ import annotations
 
