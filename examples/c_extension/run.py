@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Builds the extension module beside this file and translates with it: the ids are chosen by its loop in C.
 
-    python examples/c_extension/run.py [--cc CC] [--device DEVICE] [--temperature T --top-k K --seed N] [TEXT ...]
+python examples/c_extension/run.py [--cc CC] [--device DEVICE] [--temperature T --top-k K --seed N] [TEXT ...]
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def main() -> None:
     ):
         module = load(build(Path(folder), args.cc))
         assert model.tokenizer is not None
-        languages = [model.tokenizer.language_id(name) for name in ("eng_Latn", "fra_Latn")]
-        sources = [(list(model.tokenizer.encode(text)), *languages) for text in args.texts]
+        source, target = (model.tokenizer.language_id(name) for name in ("eng_Latn", "fra_Latn"))
+        sources = [(list(model.tokenizer.encode(text)), source, target) for text in args.texts]
         for ids in generate(module, model, sources, **how):
             print(model.tokenizer.decode(ids))
 

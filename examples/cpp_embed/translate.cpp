@@ -201,6 +201,7 @@ void multiply()
 
 int run(const options &given)
 {
+    const std::vector<std::string> lines = given.bare ? std::vector<std::string>() : lines_of(given.file);
     interpreter python(given.python);
     if (given.bare) {
         multiply();
@@ -212,7 +213,7 @@ int run(const options &given)
         {
             const gpurt::backend gpu(engine.model().get());
             const gpurt::buffer scratch(gpu, 1024, "a block of the host program's own");
-            for (const std::string &line : translate_all(engine, lines_of(given.file), given.threads))
+            for (const std::string &line : translate_all(engine, lines, given.threads))
                 std::cout << line << "\n";
             if (given.leave_open)
                 return python.end(); // what is destroyed after this finds no interpreter, and leaves it at that

@@ -75,3 +75,8 @@ def why_no_embedding() -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def why_no_compilers() -> str | None:
+    """Return what is missing for all of these tests to run, or None when nothing is."""
+    return "; ".join(filter(None, [*(why_not(one.name) for one in ALL), why_no_embedding()])) or None
