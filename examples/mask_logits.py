@@ -47,7 +47,9 @@ class HostMask:
 
     def apply(self, ptr: DevicePtr) -> None:
         with self._model.logits_view(ptr) as row:
-            array = np.from_dlpack(row)[0]  # waits for the step that writes the row
+            # Waits for the step that writes the row. numpy.from_dlpack does so as well, but what comes from there cannot
+            # be written with NumPy before 2.2.1.
+            array = np.asarray(row)[0]
             assert array.ctypes.data == ptr, "a copy was made"
             array[self._ids] = LOWEST
 
