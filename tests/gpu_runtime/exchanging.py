@@ -79,7 +79,7 @@ class Producer:
     array : array
     versioned : bool
     changes : object
-        Fields of the tensor, ``code``, ``bits``, ``lanes``, ``kind``, ``flags`` or ``major``, to lie about.
+        Fields of the tensor, ``code``, ``bits``, ``lanes``, ``kind``, ``offset``, ``flags`` or ``major``, to lie about.
     """
 
     def __init__(self, array: Array, *, versioned: bool = True, **changes: Any) -> None:
@@ -107,6 +107,7 @@ class Producer:
         shape = (ctypes.c_int64 * array.ndim)(*array.shape)
         strides = (ctypes.c_int64 * array.ndim)(*(stride // array.itemsize for stride in array.strides))
         tensor.data = array.ctypes.data if array.size else None
+        tensor.byte_offset = changes.get("offset", 0)
         tensor.ndim, tensor.shape, tensor.strides = array.ndim, shape, strides
         tensor.device.type = changes.get("kind", dlpack.CPU)
         tensor.dtype.code, tensor.dtype.bits = changes.get("code", kind), changes.get("bits", 8 * array.itemsize)

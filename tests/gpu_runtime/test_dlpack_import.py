@@ -12,7 +12,7 @@ import pytest
 
 from gpu_runtime import DeviceBuffer, DeviceError, GpuBackend, InvalidPointer, from_dlpack
 from gpu_runtime.interop import dlpack
-from tests.backends import host_only
+from tests.backends import Device, host_only
 from tests.gpu_runtime.exchanging import Array, Producer, X, lent, settle
 from tests.gpu_runtime.toy import launch, values
 from tests.ops.harness import download
@@ -202,6 +202,35 @@ def test_bfloat16(gpu: GpuBackend) -> None:
         assert content(gpu, buffer, array).tolist() == array.tolist()
 
 
+def test_a_tensor_that_begins_later(gpu: GpuBackend) -> None:
+    producer = Producer(X[0], offset=16)
+    with from_dlpack(gpu, producer) as buffer:
+        assert content(gpu, buffer, X[0]).tolist() == X[1].tolist()
+
+
+@host_only
+@pytest.mark.parametrize("order", ["deferred", "adversarial"])
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_work_on_it_is_done_before_the_owner_goes(device: Device, order: str, how: str) -> None:
+    """Where work runs as late as it may, a deleter finds it done."""
+    array, found = np.ones(4, np.float32), []
+
+    class Watching(Producer):
+        def __init__(self) -> None:
+            super().__init__(array)
+            self._deleter = dlpack.Deleter(lambda _: found.append(array.tolist()))
+
+    with device.open(order=order) as gpu:
+        buffer = from_dlpack(gpu, producer := Watching())
+        gpu.memset_async(buffer.ptr, 0, 16, gpu.create_stream())
+        if how == "close":
+            buffer.close()
+        del buffer
+        gpu.live_bytes()
+        assert found == [[0, 0, 0, 0]]
+        del producer
+
+
 def test_our_own_memory_comes_back(gpu: GpuBackend) -> None:
     """As the block that it is, which the round trip keeps."""
     first = lent(gpu)
@@ -228,7 +257,7 @@ def test_an_owner_that_is_only_dropped(gpu: GpuBackend) -> None:
     assert len(producer.deleted) == 1
 
 
-def test_close_of_the_backend_lets_go(device: Any) -> None:
+def test_close_of_the_backend_lets_go(device: Device) -> None:
     producer = Producer(X)
     with device.open() as gpu:
         buffer = from_dlpack(gpu, producer)

@@ -132,7 +132,7 @@ def test_read_only(gpu: GpuBackend) -> None:
 
 
 def test_writable(gpu: GpuBackend) -> None:
-    """NumPy takes what comes without a version for read-only, and up to 2.2.0 everything; ours is as good as its own."""
+    """Without a version NumPy takes it for read-only, and up to 2.2.0 always; ours is as good as NumPy's own."""
     buffer = lent(gpu)
     assert np.from_dlpack(buffer).flags.writeable == np.from_dlpack(X.copy()).flags.writeable
     assert not np.from_dlpack(Old(buffer)).flags.writeable

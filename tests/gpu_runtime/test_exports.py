@@ -109,6 +109,42 @@ def test_views_do_not_hinder(gpu: GpuBackend) -> None:
             _ = one.ptr
 
 
+def test_a_later_block_at_the_same_place_is_another(device: Device) -> None:
+    """Known by the block, not by its address; without quarantine, or CuPy's pool, addresses come again soon."""
+    options = {"check": False} if device.is_host else {}
+    with device.open(**options) as gpu:
+        for _ in range(100):
+            buffer = view(gpu, gpu.alloc(48), 12, "f32")
+            ptr = buffer.ptr
+            gpu.free(ptr)
+            gpu.synchronize()
+            if gpu.alloc(48) == ptr:
+                break
+        else:
+            pytest.skip("the allocator never gave an address again")
+        with pytest.raises(InvalidPointer, match="a block that was freed: 48 bytes at"):
+            _ = buffer.ptr
+        with pytest.raises(InvalidPointer, match="a block that was freed: 48 bytes at"):
+            buffer.__dlpack__()
+        gpu.sweep_unreleased()
+
+
+@host_only
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_refused_call_runs_no_work(device: Device, call: str) -> None:
+    """Nothing has changed means that what is enqueued is still to be done."""
+    with device.open(order="deferred") as gpu:
+        buffer = lent(gpu)
+        array = np.from_dlpack(buffer)
+        gpu.memset_async(buffer.ptr, 0, 48)
+        with pytest.raises(BufferError):
+            REFUSED[call](gpu, buffer)
+        assert array.tolist() == X.tolist()
+        gpu.synchronize()
+        assert not array.any()
+        del array
+
+
 def test_closing_a_view_ends_no_export(gpu: GpuBackend) -> None:
     buffer = lent(gpu)
     ptr, export = buffer.ptr, buffer.__dlpack__()
