@@ -47,8 +47,8 @@ class HostMask:
 
     def apply(self, ptr: DevicePtr) -> None:
         with self._model.logits_view(ptr) as row:
-            # Waits for the step that writes the row. numpy.from_dlpack does so as well, but what comes from there cannot
-            # be written with NumPy before 2.2.1.
+            # Waits for the step that writes the row. numpy.from_dlpack does so as well, but NumPy before 2.2.1
+            # makes read-only arrays of what comes from there.
             array = np.asarray(row)[0]
             assert array.ctypes.data == ptr, "a copy was made"
             array[self._ids] = LOWEST
