@@ -23,7 +23,7 @@ for wanted in (
 ):
     assert wanted in names, f"the wheel lacks {wanted}"
 for folder, installed in (("kernels", "metrale_kernels"), ("gpu_runtime", "gpu_runtime"), ("metrale", "metrale")):
-    sources = [path for kind in ("*.py", "*.cu", "*.cuh") for path in (ROOT / folder).rglob(kind)]
+    sources = [path for kind in ("*.py", "*.cu", "*.cuh", "*.h", "*.hpp") for path in (ROOT / folder).rglob(kind)]
     assert len(sources) > 3, f"{folder}: {len(sources)} sources"
     for path in sources:
         wanted = f"{installed}/{path.relative_to(ROOT / folder).as_posix()}"

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from gpu_runtime import checks, dtypes
 from gpu_runtime.backend import GpuBackend
+from gpu_runtime.device_buffer import DeviceBuffer, view
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.streams import StreamLike
 
 REGION_ALIGNMENT: Final = 256
 """Alignment of every region in bytes."""
@@ -25,6 +27,7 @@ class Layout:
 
     def __init__(self) -> None:
         self._offsets: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
         self.nbytes = 0
 
     def add(self, name: str, nbytes: int) -> None:
@@ -40,13 +43,18 @@ class Layout:
         if name in self._offsets:
             raise ValueError(f"layout: expected a new name, got {name!r} again")
         size = checks.integer(f"layout: {name}", nbytes, low=0)
-        self._offsets[name] = self.nbytes
+        self._offsets[name], self._sizes[name] = self.nbytes, size
         self.nbytes += -(-size // REGION_ALIGNMENT) * REGION_ALIGNMENT
 
     @property
     def offsets(self) -> Mapping[str, int]:
         """Byte offset of each region."""
         return MappingProxyType(self._offsets)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each region, without what aligns the next one."""
+        return MappingProxyType(self._sizes)
 
 
 class Arena:
@@ -62,7 +70,7 @@ class Arena:
 
     def __init__(self, gpu: GpuBackend, layout: Layout, tag: str) -> None:
         self._gpu = gpu
-        self._offsets = dict(layout.offsets)
+        self._offsets, self._sizes = dict(layout.offsets), dict(layout.sizes)
         self.nbytes = layout.nbytes
         self.base = gpu.alloc(max(layout.nbytes, 1), tag=tag)
 
@@ -72,10 +80,36 @@ class Arena:
             raise InvalidPointer(f"arena: expected a live arena, got region {name!r} of one that was freed")
         return self.base.offset(self._offsets[name])
 
+    def buffer(
+        self, name: str, shape: int | Sequence[int], dtype: Any, *, readonly: bool = False, stream: StreamLike = 0
+    ) -> DeviceBuffer:
+        """Return a view of a region, from its start; the arguments are those of `gpu_runtime.view`.
+
+        Raises
+        ------
+        KeyError
+            When there is no region of that name.
+        InvalidPointer
+            When the arena was freed.
+        ValueError
+            When the region is too small.
+        """
+        made = view(self._gpu, self[name], shape, dtype, readonly=readonly, stream=stream)
+        if made.nbytes > self._sizes[name]:
+            raise ValueError(f"arena: {name}: expected at most {self._sizes[name]:,} bytes, got {made.nbytes:,}")
+        return made
+
     def free(self) -> None:
-        """Free the allocation; the regions' addresses are dead from here on. Calling it again does nothing."""
+        """Free the allocation; the regions' addresses are dead from here on. Calling it again does nothing.
+
+        Raises BufferError while a region has a live export; the arena stays as it is.
+        """
         base, self.base = self.base, DevicePtr.NULL
-        self._gpu.free(base)
+        try:
+            self._gpu.free(base)
+        except BufferError:
+            self.base = base
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +170,30 @@ class LogitsArena:
         if not 0 <= position < self.rows:
             raise InvalidPointer(f"logits row: expected an index in [0, {self.rows}), got {position}")
         return self.base.offset(position * self.row_bytes)
+
+    def buffer(
+        self, gpu: GpuBackend, index: int, count: int = 1, *, readonly: bool = False, stream: StreamLike = 0
+    ) -> DeviceBuffer:
+        """Return a view of the logits of ``count`` rows, ``[count, vocab]``; its rows are ``row_bytes`` apart.
+
+        Parameters
+        ----------
+        gpu : GpuBackend
+            Where the rows are.
+        index : int
+            The first row.
+        readonly, stream
+            See `gpu_runtime.view`.
+
+        Raises
+        ------
+        InvalidPointer
+            When the arena has no such rows, or they were freed.
+        """
+        ptr = self.row(index)
+        self.index(ptr, count)
+        strides = (self.row_bytes, dtypes.itemsize(self.dtype))
+        return view(gpu, ptr, (count, self.vocab), self.dtype, strides=strides, readonly=readonly, stream=stream)
 
     def index(self, ptr: int, count: int = 1) -> int:
         """Return the index of the row at ``ptr``, the first of ``count`` rows.

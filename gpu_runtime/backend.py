@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from gpu_runtime import checks
+from gpu_runtime.blocks import Blocks
 from gpu_runtime.handles import KernelHandle, LaunchRecord, PinnedMemory
 from gpu_runtime.launch import Dim3
 from gpu_runtime.ledger import Allocation
@@ -54,7 +56,8 @@ class GpuBackend(abc.ABC):
     def free(self, ptr: int) -> None:
         """Free a block by its first address; NULL is a no-op. Work already enqueued may still use the block.
 
-        Raises InvalidPointer for any other address, a block freed before included.
+        Raises InvalidPointer for any other address, a block freed before included; BufferError while somebody else
+        uses it (see `live_exports`).
         """
 
     @abc.abstractmethod
@@ -86,8 +89,15 @@ class GpuBackend(abc.ABC):
         """Return every live block, oldest first, with its tag and the place that allocated it."""
 
     @abc.abstractmethod
+    def find_block(self, address: int) -> Allocation | None:
+        """Return the live block, or the page-locked memory, that contains ``address``; None when there is none.
+
+        Memory that this backend did not allocate is none of its blocks.
+        """
+
+    @abc.abstractmethod
     def sweep_unreleased(self) -> list[Allocation]:
-        """Free every live block and return what they were."""
+        """Free every live block and return what they were. BufferError when one of them has a live export."""
 
     @abc.abstractmethod
     def scan_redzones(self) -> list[Allocation]:
@@ -96,6 +106,32 @@ class GpuBackend(abc.ABC):
     @abc.abstractmethod
     def poison_redzones(self) -> None:
         """Restore the pattern that `scan_redzones` looks for around every live block."""
+
+    def allocation(self, ptr: int) -> Allocation | None:
+        """Return the live block, or the page-locked memory, that contains an address; None when none does.
+
+        The object is the same one from the allocation to the free, so it tells a block from a later one at its place.
+        """
+        return self._blocks.find(checks.address("allocation: ptr", ptr))
+
+    def live_exports(self, ptr: int = NULL) -> int:
+        """Return how many exports the block that contains ``ptr`` has, or (NULL) all blocks: page-locked ones too.
+
+        An export is a block's use by somebody else, by DLPack, an array interface or a ``memoryview``. A block that
+        has one is not freed: `free`, `free_host_pinned`, `sweep_unreleased` and `close` raise BufferError instead, and
+        change nothing.
+        """
+        self._let_go()
+        return self._blocks.exports_at(checks.address("live_exports: ptr", ptr))
+
+    @property
+    @abc.abstractmethod
+    def _blocks(self) -> Blocks:
+        """The blocks and their exports, for the exchange with others."""
+
+    @abc.abstractmethod
+    def _let_go(self, *, wait: bool = False) -> None:
+        """Let go of what buffers have left behind and no work uses any more; or, after waiting for that, of all."""
 
     # copies
 
@@ -168,7 +204,7 @@ class GpuBackend(abc.ABC):
     def free_host_pinned(self, memory: PinnedMemory) -> None:
         """Free page-locked host memory. Work already enqueued may still use it.
 
-        Raises InvalidPointer when it is not live.
+        Raises InvalidPointer when it is not live, BufferError while it has a live export.
         """
 
     @abc.abstractmethod
@@ -414,5 +450,6 @@ class GpuBackend(abc.ABC):
     def close(self) -> None:
         """Finish all work, log blocks that were never freed with their call sites, free them and every handle.
 
-        Calling it again does nothing; every other call raises DeviceError from then on.
+        Calling it again does nothing; every other call raises DeviceError from then on. While a block has a live export
+        it is BufferError, and the backend stays open.
         """

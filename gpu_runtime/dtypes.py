@@ -9,6 +9,8 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
+from gpu_runtime.errors import told
+
 FLOAT_TYPES: Final = ("f32", "f16", "bf16")
 """Element types that kernels are instantiated over; the suffix of every entry point."""
 
@@ -21,6 +23,14 @@ NUMPY: Final[dict[str, np.dtype[Any]]] = {
     "u8": np.dtype(np.uint8),
     "u32": np.dtype(np.uint32),
     "u64": np.dtype(np.uint64),
+    # what no kernel takes, and others bring or ask for
+    "bool": np.dtype(np.bool_),
+    "i8": np.dtype(np.int8),
+    "i16": np.dtype(np.int16),
+    "u16": np.dtype(np.uint16),
+    "f64": np.dtype(np.float64),
+    "c64": np.dtype(np.complex64),
+    "c128": np.dtype(np.complex128),
 }
 
 CTYPES: Final[dict[str, Any]] = {
@@ -64,6 +74,23 @@ def short_name(name: str) -> str:
         if name in (short, long):
             return short
     raise ValueError(f"dtype: expected one of {', '.join(_LONG_NAMES.values())}, got {name!r}")
+
+
+def element_type(dtype: Any) -> str:
+    """Return the short name of what a caller gave as an element type: a short name, a long one, or a NumPy dtype.
+
+    Raises
+    ------
+    ValueError
+        When device memory has no such type.
+    """
+    if isinstance(dtype, str) and dtype in NUMPY:
+        return dtype
+    try:
+        return _NAMES[NUMPY["bf16"] if dtype == "bfloat16" else np.dtype(dtype)]
+    except (TypeError, KeyError):
+        known = ", ".join(NUMPY)
+        raise ValueError(f"dtype: expected one of {known}, or a NumPy dtype of these, got {told(dtype)}") from None
 
 
 def name_of(dtype: np.dtype[Any]) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """NLLB-200 and M2M-100 translation from raw device pointers."""
 
+import gpu_runtime  # noqa: F401  # first: it refuses a subinterpreter, before NumPy is imported
 from metrale.demo import demo_model_path
 from metrale.engine import (
     Engine,

@@ -25,6 +25,7 @@ import metrale
 from gpu_runtime.backend import GpuBackend
 from metrale.nllb.model import NllbModel
 from tests.backends import ON_CUDA, Device, why_gpu_is_lost, why_no_gpu
+from tests.c_api.toolchain import why_no_compilers
 from tests.reference.nllb_float64 import NllbFloat64
 from tests.reference.tiny import write_tiny
 
@@ -43,11 +44,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="an exact cudaMalloc for each block, without redzones: for memory checkers",
     )
 
+    parser.addoption(
+        "--require-compilers",
+        action="store_true",
+        help="fail at once when gcc, clang or what they need of Python is missing: tests/c_api needs all of it",
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     reason = why_no_gpu() if config.getoption("require_gpu") else None
     if reason:
         raise pytest.UsageError(f"--require-gpu: {reason}")
+    reason = why_no_compilers() if config.getoption("require_compilers") else None
+    if reason:
+        raise pytest.UsageError(f"--require-compilers: {reason}")
 
 
 @pytest.hookimpl(trylast=True)

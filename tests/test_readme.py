@@ -15,10 +15,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 ENGINE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
 ADAPTERS = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
 BEAMS = (ROOT / "docs" / "beam_search.md").read_text(encoding="utf-8")
-README_SNIPPETS, ENGINE_SNIPPETS, ADAPTER_SNIPPETS, BEAM_SNIPPETS = (
-    re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE) for page in (README, ENGINE, ADAPTERS, BEAMS)
+EXCHANGE = (ROOT / "docs" / "exchange.md").read_text(encoding="utf-8")
+README_SNIPPETS, ENGINE_SNIPPETS, ADAPTER_SNIPPETS, BEAM_SNIPPETS, EXCHANGE_SNIPPETS = (
+    re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    for page in (README, ENGINE, ADAPTERS, BEAMS, EXCHANGE)
 )
-SNIPPETS = [*README_SNIPPETS, *ENGINE_SNIPPETS, *ADAPTER_SNIPPETS, *BEAM_SNIPPETS]
+SNIPPETS = [*README_SNIPPETS, *ENGINE_SNIPPETS, *ADAPTER_SNIPPETS, *BEAM_SNIPPETS, *EXCHANGE_SNIPPETS]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -38,6 +40,7 @@ def test_there_are_snippets_for_every_level() -> None:
     assert len(ENGINE_SNIPPETS) == 3
     assert len(ADAPTER_SNIPPETS) == 2
     assert len(BEAM_SNIPPETS) == 2
+    assert len(EXCHANGE_SNIPPETS) == 2
 
 
 def test_the_first_shell_block_is_two_commands() -> None:

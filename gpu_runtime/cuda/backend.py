@@ -336,10 +336,14 @@ class CudaBackend(MemoryCalls):
         with self._lock:
             if self._lifetime.refusal:
                 return
+            self._settle_exports()
+            self._memory.end()
             try:
                 self._streams.finish()
             finally:
                 self._lifetime.close()
+                self._memory.closed = True
+            self._memory.let_go(self._streams.marks)
             for entry in (*self._memory.sweep(self._streams.marks), *self._memory.pinned):
                 log.warning("close: never freed: %s", entry)
             for memory in tuple(self._pinned.values()):

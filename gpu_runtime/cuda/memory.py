@@ -7,7 +7,6 @@ the arena of one stream of this backend, so CuPy's pool hands out no memory that
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -19,11 +18,12 @@ import numpy as np
 from cupy.cuda import runtime
 from cupy.cuda.memory import Memory, MemoryPointer
 
+from gpu_runtime.blocks import Blocks, Orphan
 from gpu_runtime.cuda.driver import CUDA_ERRORS, Context, attempt, failure
 from gpu_runtime.cuda.events import Mark
 from gpu_runtime.errors import DeviceError, InvalidPointer, OutOfMemory
 from gpu_runtime.faults import Fault
-from gpu_runtime.ledger import Allocation, Ledger
+from gpu_runtime.ledger import Allocation
 from gpu_runtime.machine import machine_bytes
 from gpu_runtime.oom import out_of_memory
 from gpu_runtime.pointer import DevicePtr
@@ -32,6 +32,10 @@ ALIGNMENT: Final = 256
 REDZONE_BYTES: Final = 256
 _REDZONE_VALUE: Final = 0xFB
 _OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation
+_UNREGISTERED: Final = 0  # cudaMemoryTypeUnregistered
+_DEVICE: Final = 2  # cudaMemoryTypeDevice
+_NOTHING: Final = Allocation(DevicePtr.NULL, 0, "", "")
+"""The entry of foreign memory that is let go of: no address lies in it."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -75,7 +79,7 @@ class _Pinned:
             self._context.call_relaxed(runtime.freeHost, self.ptr)
 
 
-class CudaMemory:
+class CudaMemory(Blocks):
     """Blocks of one device.
 
     Parameters
@@ -103,6 +107,7 @@ class CudaMemory:
         limit: int | None,
         faults: Sequence[Fault],
     ) -> None:
+        super().__init__(device=(2, context.device), pinned_device=(3, 0))  # DLPack's kDLCUDA and kDLCUDAHost
         self._context = context
         self._stream = stream
         self._cupy_stream = _borrowed(stream, context.device)
@@ -110,11 +115,8 @@ class CudaMemory:
         self._margin = REDZONE_BYTES if redzones else 0
         self._limit = limit
         self._faults = faults
-        self._lock = threading.RLock()
         self._owners: dict[int, Any] = {}
         self._retired: deque[_Retired] = deque()
-        self.ledger = Ledger()
-        self.pinned = Ledger()
         self.generation = 0
         """Counts frees: a span that was checked at an earlier count may not be live any more."""
 
@@ -187,6 +189,7 @@ class CudaMemory:
             When no live block starts there.
         """
         with self._lock:
+            self.refuse_exported_at("free", int(ptr))
             passed = marks()  # first: when it fails, nothing has changed
             entry = self.ledger.remove(ptr)
             self._retired.append(_Retired(entry, self._owners.pop(int(ptr)), passed))
@@ -197,9 +200,41 @@ class CudaMemory:
         """Free every live block and return what they were."""
         with self._lock:
             entries = list(self.ledger)
+            self.refuse_exported("sweep_unreleased", entries)
             for entry in entries:
                 self.free(entry.ptr, marks)
         return entries
+
+    def let_go(self, marks: Callable[[], list[Mark]], *, wait: bool = False) -> None:
+        """Let go of what buffers left behind once the streams have passed the marks; that may leave more.
+
+        Of what was given up before, something may hold an export of ours: where there are any, it is looked at again.
+        """
+        while self.orphans or ((wait or self.exports) and self._retired):
+            with self._lock:
+                for orphan in self.take_orphans():
+                    self._retire(orphan, marks)
+                self.reclaim(wait=wait)
+            if not self.orphans:
+                return
+
+    def _retire(self, orphan: Orphan, marks: Callable[[], list[Mark]]) -> None:
+        if orphan.block is not None and self.lives(orphan.block):
+            self.free(orphan.block.ptr, marks)
+        if orphan.owner is not None:
+            self._retired.append(_Retired(_NOTHING, orphan.owner, marks()))
+
+    def adopt(self, address: int, nbytes: int, *, readonly: bool) -> None:
+        self.check_span("foreign memory", address, nbytes)
+        if address >= 1 << 63:
+            raise InvalidPointer(f"foreign memory: expected an address that a device can have, got {address:#x}")
+        found = self._context.call(runtime.pointerGetAttributes, address)
+        if found.type == _UNREGISTERED or (found.type == _DEVICE and found.device != self._context.device):
+            where = f"of device {found.device}" if found.type == _DEVICE else "that CUDA does not know"
+            raise InvalidPointer(
+                f"foreign memory: expected an address that device {self._context.device} can reach, got {address:#x} "
+                f"{where}"
+            )
 
     def reclaim(self, *, wait: bool = False) -> None:
         """Let go of the freed blocks that every stream has passed, or of all of them after waiting."""
@@ -255,16 +290,12 @@ class CudaMemory:
     def free_pinned(self, ptr: DevicePtr, marks: Callable[[], list[Mark]]) -> None:
         """Give up page-locked memory once the streams have passed the marks."""
         with self._lock:
+            self.refuse_exported_at("free_host_pinned", int(ptr))
             passed = marks()
             entry = self.pinned.remove(ptr)
             self._retired.append(_Retired(entry, self._owners.pop(int(ptr)), passed))
             self.generation += 1
             self.reclaim()
-
-    def is_pinned(self, address: int) -> bool:
-        """Return whether ``address`` lies in page-locked memory that has not been given up."""
-        with self._lock:
-            return self.pinned.find(address) is not None
 
     def holder(self, address: int) -> Allocation | None:
         """Return the live block, or the page-locked memory, that contains ``address``; None for foreign memory.
@@ -275,7 +306,7 @@ class CudaMemory:
             When the block was freed, and waits for a stream.
         """
         with self._lock:
-            entry = self.ledger.find(address) or self.pinned.find(address)
+            entry = self.find(address)
             if entry is None:
                 for block in self._retired:
                     if block.entry.ptr <= address < block.entry.ptr + block.entry.nbytes:

@@ -10,6 +10,7 @@ from typing import Any, Final
 from cupy.cuda import runtime
 
 from gpu_runtime import checks
+from gpu_runtime.blocks import Blocks
 from gpu_runtime.buffers import Bytes, as_bytes
 from gpu_runtime.cuda.driver import attempt
 from gpu_runtime.cuda.file_copies import copy_files
@@ -39,18 +40,33 @@ class MemoryCalls(StreamCalls):
         )
         self._pinned: dict[int, PinnedMemory] = {}
 
-    def alloc(self, nbytes: int, *, tag: str = "") -> DevicePtr:
+    @property
+    def _blocks(self) -> Blocks:
         self._check_open()
+        return self._memory
+
+    def _let_go(self, *, wait: bool = False) -> None:
+        self._check_open()
+        self._memory.let_go(self._streams.marks, wait=wait)
+
+    def _settle_exports(self, ptr: int = 0) -> None:
+        """Let the exports end that only wait for work, where there are any of a block (0: of all)."""
+        if self._memory.exports_at(ptr):
+            self._let_go(wait=True)
+
+    def alloc(self, nbytes: int, *, tag: str = "") -> DevicePtr:
+        self._let_go()
         return self._memory.alloc(checks.integer("alloc: nbytes", nbytes, low=1), tag)
 
     def alloc_managed(self, nbytes: int, *, tag: str = "") -> DevicePtr:
-        self._check_open()
+        self._let_go()
         return self._memory.alloc(checks.integer("alloc: nbytes", nbytes, low=1), tag, managed=True)
 
     def free(self, ptr: int) -> None:
-        self._check_open()
+        self._let_go()
         address = checks.address("free: ptr", ptr)
         if address:
+            self._settle_exports(address)
             self._memory.free(DevicePtr(address), self._streams.marks)
 
     def total_memory(self) -> int:
@@ -58,23 +74,28 @@ class MemoryCalls(StreamCalls):
         return self._memory.total
 
     def free_memory(self) -> int:
-        self._check_open()
+        self._let_go()
         return self._memory.free_bytes()
 
     def live_bytes(self) -> int:
-        self._check_open()
+        self._let_go()
         return self._memory.ledger.live_bytes
 
     def live_alloc_count(self) -> int:
-        self._check_open()
+        self._let_go()
         return len(self._memory.ledger)
 
     def alloc_report(self) -> list[Allocation]:
-        self._check_open()
+        self._let_go()
         return list(self._memory.ledger)
 
-    def sweep_unreleased(self) -> list[Allocation]:
+    def find_block(self, address: int) -> Allocation | None:
         self._check_open()
+        return self._memory.find(checks.address("find_block: address", address))
+
+    def sweep_unreleased(self) -> list[Allocation]:
+        self._let_go()
+        self._settle_exports()
         return self._memory.sweep(self._streams.marks)
 
     def scan_redzones(self) -> list[Allocation]:
@@ -216,7 +237,7 @@ class MemoryCalls(StreamCalls):
     # page-locked memory
 
     def alloc_host_pinned(self, nbytes: int) -> PinnedMemory:
-        self._check_open()
+        self._let_go()
         size = checks.integer("alloc_host_pinned: nbytes", nbytes, low=1)
         ptr, array = self._memory.alloc_pinned(size)
         memory = PinnedMemory(int(ptr), size, array)
@@ -224,9 +245,10 @@ class MemoryCalls(StreamCalls):
         return memory
 
     def free_host_pinned(self, memory: PinnedMemory) -> None:
-        self._check_open()  # before the lock, which a forked child may find held for ever
+        self._let_go()  # before the lock, which a forked child may find held for ever
         with self._lock:
-            self._pinned_entry(memory)
+            self._settle_exports(self._pinned_entry(memory).address)
+            self._memory.refuse_exported_at("free_host_pinned", memory.address)
             del self._pinned[memory.address]
         self._memory.free_pinned(DevicePtr(memory.address), self._streams.marks)
 

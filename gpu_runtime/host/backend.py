@@ -204,11 +204,16 @@ class HostBackend(ProductCalls):
         with self._lock:
             if self._closed:
                 return
+            self._let_go()
+            self._memory.end()
             self._closed = True
             streams = tuple(self._streams.values())
         for stream in streams:
             self._drop_capture(stream)
         self._order.close(streams)
+        self._memory.closed = True
+        for orphan in self._memory.take_orphans():
+            self._memory.let_go(orphan)
         for entry in (*self._memory.sweep(), *self._memory.pinned):
             log.warning("close: never freed: %s", entry)
         for memory in tuple(self._pinned.values()):

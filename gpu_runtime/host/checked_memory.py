@@ -16,6 +16,7 @@ import numpy as np
 from gpu_runtime.errors import GuardViolation, InvalidPointer, UninitializedRead
 from gpu_runtime.faults import Fault
 from gpu_runtime.host import poison
+from gpu_runtime.host.foreign import ForeignSpan
 from gpu_runtime.host.memory import REDZONE_BYTES, HostMemory, Span, redzone_damage
 from gpu_runtime.host.quarantine import Quarantine
 from gpu_runtime.host.shadow import Block, Region, Shadow
@@ -50,6 +51,7 @@ class CheckedMemory(HostMemory):
         self._work = threading.RLock()  # taken before the memory's own lock
         self._sites = _Sites()
         self._blocks: dict[int, Block] = {}
+        self._foreign_blocks: dict[int, Block] = {}
         self._quarantine = Quarantine()
         self._damage: list[str] = []
 
@@ -78,7 +80,8 @@ class CheckedMemory(HostMemory):
     def block_at(self, address: int) -> Block:
         """Return the live block that contains ``address``. InvalidPointer when none does."""
         with self._lock:
-            return self._blocks[int(self._holder(address).ptr)]
+            entry = self._holder(address)
+            return self._blocks.get(int(entry.ptr)) or self._foreign_blocks[id(entry)]
 
     def require_live(self, what: str, block: Block) -> None:
         """Refuse a block that was freed after the work that uses it was enqueued."""
@@ -123,6 +126,19 @@ class CheckedMemory(HostMemory):
                 self._damage.append(f"{found} {block}")
                 self._fill_redzones(block.storage)  # what is damaged from here on is another fault
             self._damage += self._quarantine.add(block)
+
+    def _written_by_others(self, address: int, nbytes: int) -> None:
+        with self._work:
+            block = self.block_at(address)
+            block.shadow.write(Region.span("export", block, address - int(block.entry.ptr), nbytes))
+            block.host_visible = True
+
+    def _adopted(self, span: ForeignSpan) -> None:
+        block = Block(span.entry, span.data, span.data, Shadow(0), host_visible=True)
+        self._foreign_blocks[id(span.entry)] = block
+
+    def _abandoned(self, span: ForeignSpan) -> None:
+        self._foreign_blocks.pop(id(span.entry)).freed = call_site()
 
     def _wrong_free(self, address: int, error: InvalidPointer) -> str:
         block = self._quarantine.find(address)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from gpu_runtime import checks, dtypes
+from gpu_runtime.blocks import Blocks, Orphan
 from gpu_runtime.errors import InvalidPointer, OutOfMemory
 from gpu_runtime.faults import Fault
+from gpu_runtime.host.foreign import Foreign, ForeignSpan
 from gpu_runtime.host.streams import Work
 from gpu_runtime.ledger import Allocation, Ledger, call_site, counted
 from gpu_runtime.oom import out_of_memory
@@ -44,7 +45,7 @@ class Span(NamedTuple):
     block: Block | None = None
 
 
-class HostMemory:
+class HostMemory(Blocks):
     """Blocks, views of them, and the gathers and scatters that indirect ops use.
 
     Page-locked host memory has a ledger of its own: kernels reach it like device memory, but it is not counted as such.
@@ -58,12 +59,11 @@ class HostMemory:
     """
 
     def __init__(self, limit: int | None = None, faults: Sequence[Fault] = ()) -> None:
+        super().__init__(device=(1, 0), pinned_device=(1, 0))  # DLPack's kDLCPU
         self.total = machine_bytes() if limit is None else checks.integer("memory_limit", limit, low=0)
         self._faults = tuple(faults)
-        self.ledger = Ledger()
-        self.pinned = Ledger()
         self._storage: dict[int, Array] = {}
-        self._lock = threading.RLock()
+        self._foreign = Foreign()
         self.generation = 0
         """Counts releases: a view made at an earlier count may be of memory that is no longer live."""
         self.on_release: Callable[[], None] = lambda: None
@@ -118,6 +118,7 @@ class HostMemory:
 
     def _release(self, ledger: Ledger, ptr: DevicePtr) -> None:
         with self._lock:
+            self.refuse_exported_at("free", int(ptr))
             entry = ledger.remove(ptr)
             del self._storage[int(entry.ptr)]
             self.generation += 1
@@ -133,9 +134,35 @@ class HostMemory:
         """Release every live block that is not page-locked and return what they were."""
         with self._lock:
             entries = list(self.ledger)
+            self.refuse_exported("sweep_unreleased", entries)
             for entry in entries:
                 self.free(entry.ptr)
         return entries
+
+    # memory of others
+
+    def adopt(self, address: int, nbytes: int, *, readonly: bool) -> None:
+        with self._lock:
+            self._adopted(self._foreign.add(address, nbytes, readonly=readonly))
+
+    def abandon(self, address: int, nbytes: int) -> None:
+        with self._lock:
+            self._abandoned(self._foreign.remove(address, nbytes))
+            self.generation += 1
+            self.on_release()
+
+    def let_go(self, orphan: Orphan) -> None:
+        """Let go of what a buffer left behind, which no work uses any more."""
+        if orphan.nbytes:
+            self.abandon(orphan.address, orphan.nbytes)
+        if orphan.block is not None and self.lives(orphan.block):
+            self.free(orphan.block.ptr)
+
+    def _adopted(self, span: ForeignSpan) -> None:
+        """Hear of foreign memory that will be used."""
+
+    def _abandoned(self, span: ForeignSpan) -> None:
+        """Hear of foreign memory that will not be used any more."""
 
     # addresses
 
@@ -153,16 +180,22 @@ class HostMemory:
             raise ValueError(f"span at {ptr:#x}: expected at least 0 bytes, got {nbytes}")
         with self._lock:
             entry = self._holder(ptr)
-            storage = self._storage[int(entry.ptr)]
+            data = self._data(entry)
         start = ptr - int(entry.ptr)
         if start + nbytes > entry.nbytes:
             past = f"{counted(start + nbytes - entry.nbytes)} past {entry}"
             raise InvalidPointer(f"span of {counted(nbytes)} at {ptr:#x} ends {past}; used at {self.site()}")
-        return storage[REDZONE_BYTES + start : REDZONE_BYTES + start + nbytes]
+        return data[start : start + nbytes]
+
+    def _data(self, entry: Allocation) -> Array:
+        storage = self._storage.get(int(entry.ptr))
+        if storage is None:
+            return self._foreign.data(entry)
+        return storage[REDZONE_BYTES : REDZONE_BYTES + entry.nbytes]
 
     def _holder(self, address: int) -> Allocation:
         with self._lock:
-            entry = self.ledger.find(address) or self.pinned.find(address)
+            entry = self.find(address) or self._foreign.find(address)
         if entry is None:
             raise InvalidPointer(
                 f"expected an address inside a live allocation, got {address:#x}: {self.whereabouts(address)}; "
@@ -186,8 +219,7 @@ class HostMemory:
 
     def tag_of(self, address: int) -> str:
         """Return the tag of the live block that contains ``address``, "" when none does."""
-        with self._lock:
-            entry = self.ledger.find(address) or self.pinned.find(address)
+        entry = self.find(address)
         return entry.tag if entry else ""
 
     # the spans of copies

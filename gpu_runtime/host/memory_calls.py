@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gpu_runtime import checks
+from gpu_runtime.blocks import Blocks
 from gpu_runtime.buffers import as_bytes
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.faults import Fault
@@ -34,18 +35,34 @@ class MemoryCalls(StreamCalls):
     def _sited(self, work: Work) -> Work:
         return self._memory.sited(work)
 
-    def alloc(self, nbytes: int, *, tag: str = "") -> DevicePtr:
+    @property
+    def _blocks(self) -> Blocks:
         self._check_open()
+        return self._memory
+
+    def _let_go(self, *, wait: bool = False) -> None:
+        self._check_open()
+        while orphans := self._memory.take_orphans():
+            try:
+                self._finish_work()
+            finally:
+                for orphan in orphans:
+                    self._memory.let_go(orphan)
+            del orphans, orphan  # which may leave more of them
+
+    def alloc(self, nbytes: int, *, tag: str = "") -> DevicePtr:
+        self._let_go()
         return self._memory.alloc(checks.integer("alloc: nbytes", nbytes, low=1), tag)
 
     def alloc_managed(self, nbytes: int, *, tag: str = "") -> DevicePtr:
-        self._check_open()
+        self._let_go()
         return self._memory.alloc(checks.integer("alloc: nbytes", nbytes, low=1), tag, managed=True)
 
     def free(self, ptr: int) -> None:
-        self._check_open()
+        self._let_go()
         address = checks.address("free: ptr", ptr)
         if address:
+            self._memory.refuse_exported_at("free", address)
             self._finish_work()
             self._memory.free(DevicePtr(address))
             self._memory.report("free")
@@ -65,23 +82,28 @@ class MemoryCalls(StreamCalls):
         return self._memory.total
 
     def free_memory(self) -> int:
-        self._check_open()
+        self._let_go()
         return self._memory.total - self._memory.ledger.live_bytes
 
     def live_bytes(self) -> int:
-        self._check_open()
+        self._let_go()
         return self._memory.ledger.live_bytes
 
     def live_alloc_count(self) -> int:
-        self._check_open()
+        self._let_go()
         return len(self._memory.ledger)
 
     def alloc_report(self) -> list[Allocation]:
-        self._check_open()
+        self._let_go()
         return list(self._memory.ledger)
 
-    def sweep_unreleased(self) -> list[Allocation]:
+    def find_block(self, address: int) -> Allocation | None:
         self._check_open()
+        return self._memory.find(checks.address("find_block: address", address))
+
+    def sweep_unreleased(self) -> list[Allocation]:
+        self._let_go()
+        self._memory.refuse_exported("sweep_unreleased", self._memory.ledger)
         self._finish_work()
         entries = self._memory.sweep()
         self._memory.report("sweep_unreleased")
@@ -174,7 +196,7 @@ class MemoryCalls(StreamCalls):
         )
 
     def alloc_host_pinned(self, nbytes: int) -> PinnedMemory:
-        self._check_open()
+        self._let_go()
         size = checks.integer("alloc_host_pinned: nbytes", nbytes, low=1)
         ptr, array = self._memory.alloc_pinned(size)
         memory = PinnedMemory(int(ptr), size, array)
@@ -182,8 +204,10 @@ class MemoryCalls(StreamCalls):
         return memory
 
     def free_host_pinned(self, memory: PinnedMemory) -> None:
+        self._let_go()
         with self._lock:
             self._pinned_entry(memory)
+            self._memory.refuse_exported_at("free_host_pinned", memory.address)
             del self._pinned[memory.address]
         self._finish_work()
         self._memory.free_pinned(DevicePtr(memory.address))

@@ -9,7 +9,7 @@ import re
 from importlib.metadata import Distribution, PackageNotFoundError, distributions, version
 from typing import Any, Final
 
-HOST: Final = {"numpy": "1.26", "safetensors": "0.6.2", "sentencepiece": "0.2.2", "ml_dtypes": "0.5", "tqdm": "4.66"}
+HOST: Final = {"numpy": "2.1", "safetensors": "0.6.2", "sentencepiece": "0.2.2", "ml_dtypes": "0.5", "tqdm": "4.66"}
 """The distributions that the host backend needs, and the oldest version of each."""
 
 CUDA: Final = {"nvmath-python": ("0.5", None), "cuda-bindings": ("12.9", "13")}

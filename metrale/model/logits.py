@@ -8,8 +8,10 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_runtime.device_buffer import DeviceBuffer
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
+from metrale.model.refusal import refusal
 from metrale.model.types import LogitsDtype
 
 
@@ -42,6 +44,34 @@ class ModelLogits(ABC):
         metrale.errors.InvalidInput
             When ``ptr`` is not the address of a row.
         """
+
+    def logits_view(self, ptr: DevicePtr, n: int = 1, stream: StreamLike = 0) -> DeviceBuffer:
+        """Return ``n`` rows, the first of them at ``ptr``, for other libraries to take without a copy.
+
+        Parameters
+        ----------
+        ptr : DevicePtr
+            Address of the first row, as a forward returned it.
+        n : int
+            Number of rows.
+        stream : StreamLike
+            Made to wait for the rows on the device, and what the buffer is ordered after: an importer's stream comes
+            after it. The host does not wait.
+
+        Returns
+        -------
+        DeviceBuffer
+            ``[n, vocab]`` in the rows' own type, its rows ``logits_row_bytes()`` apart. The next forward that writes
+            these rows writes them under whoever has imported it. While an import lives, the model cannot be closed.
+
+        Raises
+        ------
+        metrale.errors.InvalidInput
+            When ``ptr`` is not the address of a row, or the arena has fewer than ``n`` rows from there.
+        metrale.errors.NotSupported
+            By default.
+        """
+        raise refusal(self, "logits_view")
 
     @abstractmethod
     def copy_logits_to_host(self, ptr: DevicePtr, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:

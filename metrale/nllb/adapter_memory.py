@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gpu_runtime.arena import Arena
 from gpu_runtime.backend import GpuBackend
+from gpu_runtime.pointer import DevicePtr
 from metrale.nllb.device_weights import DeviceWeights, LowRank
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.lora import AdapterImage, Target, adapter_layout, slot_parts, targets
@@ -97,6 +98,11 @@ class AdapterMemory:
             at = self._arena[piece.region].offset(start)
             transfers.append(Transfer(len(piece.values), part.dtype, at, partial(_copy, piece.values)))
         staging.send(transfers)
+
+    @property
+    def base(self) -> DevicePtr:
+        """Address of the pool; NULL when there is none."""
+        return DevicePtr.NULL if self._arena is None else self._arena.base
 
     def free(self) -> None:
         """Free the pool. Work that is enqueued may still use it. Calling it again does nothing."""

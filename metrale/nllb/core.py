@@ -9,6 +9,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from gpu_runtime.backend import GpuBackend
+from gpu_runtime.blocks import exported_error
+from gpu_runtime.errors import DeviceError
 from metrale.checkpoint import Checkpoint
 from metrale.errors import SequenceError
 from metrale.nllb.adapter_memory import AdapterMemory
@@ -52,6 +54,7 @@ class NllbCore(TranslationOnly):
         self.tokenizer: Final = tokenizer
         self.languages: Final = languages or Languages()
         self.legacy_order: Final = legacy_order
+        self._owns_gpu = owns_gpu
         self._lock = threading.RLock()
         with ExitStack() as undo:
             if owns_gpu:
@@ -81,6 +84,8 @@ class NllbCore(TranslationOnly):
             self._feed = TokenFeed(gpu, shape, space, self._logits, self._passes, rules)
             self._beams = BeamSearches(gpu, shape, space, self._logits, self._passes, rules)
             undo.callback(self._beams.free)
+            arenas = (params.arena, self._adapter_memory, self._pool, space.arena, self._logits.arena)
+            self._blocks = tuple(one.base for one in arenas if not one.base.is_null)
             self._teardown: ExitStack | None = undo.pop_all()  # runs newest first
         self._table = SequenceTable(self._pool, shape.limits.max_batch)
         self._adapters = AdapterSlots(shape.limits.max_adapters, self._table)
@@ -97,12 +102,25 @@ class NllbCore(TranslationOnly):
     def close(self) -> None:
         """Free everything the model holds, newest first; work that is enqueued may still use it.
 
-        Calling it again does nothing.
+        Calling it again does nothing. Raises BufferError while somebody else uses any of it (an export of
+        `metrale.model.ModelLogits.logits_view`, for example), or of the backend where the model owns that; the model
+        stays open.
         """
         with self._lock:
+            if self._teardown is not None:
+                self._refuse_exported()
             teardown, self._teardown = self._teardown, None
             if teardown is not None:
                 teardown.close()
+
+    def _refuse_exported(self) -> None:
+        try:
+            each = [self.gpu.live_exports()] if self._owns_gpu else map(self.gpu.live_exports, self._blocks)
+            count = sum(each)
+        except DeviceError:  # the backend is closed, and was not while there were any
+            return
+        if count:
+            raise exported_error("close", count, "the model's memory")
 
     def teardown(self) -> None:
         self.close()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from gpu_runtime import dtypes
 from gpu_runtime.arena import LogitsArena
 from gpu_runtime.backend import GpuBackend
+from gpu_runtime.device_buffer import DeviceBuffer
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
@@ -82,6 +83,18 @@ class LogitsRows:
         """Return the event after which the row at ``ptr`` is written."""
         return self._writers[self.index(ptr)].event
 
+    def view(self, ptr: int, count: int, stream: StreamLike) -> DeviceBuffer:
+        """Return ``count`` rows from ``ptr``, ``[count, vocab]``, once ``stream`` waits for them on the device."""
+        first = self._await(ptr, count, stream)
+        return self.arena.buffer(self._gpu, first, count, stream=stream)
+
+    def _await(self, ptr: int, count: int, stream: StreamLike) -> int:
+        """Let ``stream`` come after the writers of ``count`` rows from ``ptr``; return the first row's index."""
+        first = self.index(ptr, count)
+        for writer in dict.fromkeys(self._writers[first : first + count]):
+            writer.wait(stream)
+        return first
+
     def read(self, ptr: int, out: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Wait for the row at ``ptr`` and return it as float32 ``[vocab]``."""
         writer = self._writers[self.index(ptr)]
@@ -101,9 +114,7 @@ class LogitsRows:
 
     def argmax(self, ptr: int, count: int, stream: StreamLike) -> tuple[list[int], list[int]]:
         """Return the largest logit's id of ``count`` rows from ``ptr``, and the rows that are not finite."""
-        first = self.index(ptr, count)
-        for writer in dict.fromkeys(self._writers[first : first + count]):
-            writer.wait(stream)
+        self._await(ptr, count, stream)
         flags = self._scratch.offset(count * dtypes.itemsize("i32"))
         ops.argmax(
             self._gpu,

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_runtime import dtypes
+from gpu_runtime.arena import LogitsArena
+from gpu_runtime.device_buffer import DeviceBuffer
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale.errors import NonFiniteLogits
@@ -40,9 +42,19 @@ class LogitsCalls(NllbCore):
             self._check_open()
             return self._logits.event(ptr)
 
+    def logits_view(self, ptr: DevicePtr, n: int = 1, stream: StreamLike = 0) -> DeviceBuffer:
+        with self._lock:
+            self._check_open()
+            return self._logits.view(ptr, n, stream)
+
     def logits_buffer_ptr(self) -> DevicePtr:
         self._check_open()
         return self._logits.arena.base
+
+    def __logits_arena__(self) -> LogitsArena:
+        """Return where the rows are, for C hosts: ``gpurt_logits_from_object`` asks for it."""
+        self._check_open()
+        return self._logits.arena
 
     def decode_logits_ptr(self) -> DevicePtr:
         return self.logits_buffer_ptr()

@@ -316,7 +316,7 @@ def test_a_machine_without_a_gpu_lacks_a_driver_and_nothing_else() -> None:
         (with_packages(cupy=[{"name": "cupy", "version": "13.3"}]), "cupy", "problem", ">=13.4"),
         (with_packages(versions={"cuda-bindings": "13.0.1"}), "cuda-bindings", "problem", "cuda-bindings>=12.9,<13"),
         (with_packages(versions={"nvmath-python": None}), "nvmath-python", "missing", "nvmath-python>=0.5"),
-        (with_packages(versions={"numpy": "1.25.2"}), "numpy", "problem", "numpy>=1.26"),
+        (with_packages(versions={"numpy": "2.0.2"}), "numpy", "problem", "numpy>=2.1"),
         ({**GOOD, "driver": Answer(None, "crashed with SIGSEGV")}, "NVIDIA driver", "unknown", None),
         ({**GOOD, "host": Answer(None, "ImportError: numpy")}, "host backend", "problem", "pip install -e ."),
         ({**GOOD, "gpu": Answer(None, "crashed with SIGSEGV")}, "CUDA backend", "problem", None),

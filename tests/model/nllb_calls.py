@@ -240,6 +240,14 @@ def logits_event(lab: Lab) -> object:
     return lab.right(read(lab.gpu, ptr, VOCAB), [9])
 
 
+def logits_view(lab: Lab) -> object:
+    ptr = lab.step()
+    with lab.model.logits_view(ptr, 2) as rows:
+        assert (rows.ptr, rows.shape) == (ptr, (2, VOCAB))
+        lab.real.synchronize(rows.stream)
+        return lab.right(read(lab.gpu, rows.row(0).ptr, VOCAB), [9])
+
+
 def copy_logits_to_host(lab: Lab) -> object:
     ptr, out = lab.step(), np.empty(VOCAB, np.float32)
     assert lab.model.copy_logits_to_host(ptr, out) is out
@@ -262,6 +270,7 @@ LOGITS = [
     Row("logits_row_bytes", lambda lab: lab.model.logits_row_bytes(), 128 * 4),
     Row("logits_dtype", lambda lab: lab.model.logits_dtype(), "float32"),
     Row("logits_event", logits_event, True),
+    Row("logits_view", logits_view, True),
     Row("copy_logits_to_host", copy_logits_to_host, True),
     Row("logits_ptr_is_fp32", lambda lab: lab.model.logits_ptr_is_fp32(lab.step()), True),
     Row("logits_buffer_ptr", lambda lab: lab.model.logits_buffer_ptr(), lambda lab: lab.step()),

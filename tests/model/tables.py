@@ -156,6 +156,7 @@ DEFAULTS = [
     Row(ModelForward, "hc_mult", (), 0),
     Row(ModelForward, "kv_block_size", (), None),
     Row(ModelForward, "prefill_tail_split", (PROMPT,), None),
+    Row(ModelLogits, "logits_view", (DECODE_ROW, 2, STREAM), REFUSES),
     Row(ModelLogits, "logits_ptr_is_fp32", (DECODE_ROW,), False),
     Row(ModelLogits, "hidden_after_norm", (), NULL),
     Row(ModelLogits, "decode_logits_fp32", (), False),

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""DeviceBuffer: what a view may be of, what it says, and the host's own ways to read it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gpu_runtime import (
+    Arena,
+    CudaStream,
+    DeviceBuffer,
+    DeviceError,
+    GpuBackend,
+    InvalidPointer,
+    Layout,
+    LogitsArena,
+    UninitializedRead,
+    dtypes,
+    from_cuda_array_interface,
+    view,
+    wrap,
+)
+from tests.backends import Device, cuda_only, host_only
+from tests.gpu_runtime.exchanging import Owner, X, lent
+from tests.gpu_runtime.toy import launch, values
+from tests.ops.harness import download, upload
+
+
+def test_what_it_says(gpu: GpuBackend) -> None:
+    ptr = gpu.alloc(100)
+    buffer = view(gpu, ptr, (3, 4), "float32", strides=(32, 4), readonly=True, stream=gpu.default_stream())
+    assert (buffer.gpu, buffer.ptr, buffer.shape, buffer.dtype) == (gpu, ptr, (3, 4), "f32")
+    assert (buffer.strides, buffer.nbytes, buffer.readonly, buffer.closed) == ((32, 4), 48, True, False)
+    assert buffer.stream == gpu.default_stream()
+    assert repr(buffer).startswith("<DeviceBuffer of f32 (3, 4) on ")
+    buffer.close()
+    assert buffer.closed
+    assert (buffer.shape, buffer.nbytes) == ((3, 4), 48)
+    assert "closed" in repr(buffer)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("bf16", "bf16"),
+        ("bfloat16", "bf16"),
+        (ml_dtypes.bfloat16, "bf16"),
+        ("int64", "i64"),
+        (np.uint8, "u8"),
+        (np.dtype("<f2"), "f16"),
+        ("bool", "bool"),
+        (float, "f64"),
+    ],
+    ids=str,
+)
+def test_element_types(gpu: GpuBackend, given: Any, name: str) -> None:
+    assert view(gpu, gpu.alloc(64), 4, given).dtype == name
+
+
+@pytest.mark.parametrize("given", ["f8", "datetime64[s]", ">f4", "S3", None.__class__, "bf32", 3], ids=str)
+def test_other_element_types(gpu: GpuBackend, given: Any) -> None:
+    if given == "f8":  # NumPy's name of f64
+        assert view(gpu, gpu.alloc(64), 4, given).dtype == "f64"
+        return
+    with pytest.raises(ValueError, match="dtype: expected one of f32, f16, bf16"):
+        view(gpu, gpu.alloc(64), 4, given)
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "strides"),
+    [
+        (0, 26, None),
+        (4, 25, None),
+        (0, (2, 4), (96, 4)),
+        (0, (4,), (-4,)),
+        (-4, 1, None),
+        (100, 1, None),
+        (0, (1 << 40, 1 << 40), None),
+    ],
+)
+def test_a_view_lies_in_one_block(gpu: GpuBackend, offset: int, shape: Any, strides: Any) -> None:
+    ptr = gpu.alloc(100)
+    with pytest.raises(InvalidPointer, match="view: expected a span in one live block"):
+        view(gpu, ptr + offset, shape, "f32", strides=strides)
+
+
+def test_memory_of_nobody(gpu: GpuBackend) -> None:
+    for ptr in (0, 64, X.ctypes.data):
+        with pytest.raises(InvalidPointer, match="view: expected a span in one live block"):
+            view(gpu, ptr, 4, "f32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"shape": -1}, ValueError, "shape: expected at least 0"),
+        ({"shape": (2, 1.5)}, TypeError, "shape: expected an integer"),
+        ({"shape": None}, TypeError, "shape: expected a sequence"),
+        ({"shape": (1,) * 33}, ValueError, "shape: expected at most 32 axes"),
+        ({"shape": (2, 2), "strides": (4,)}, ValueError, r"strides: expected 2 of them"),
+        ({"strides": ("x",)}, TypeError, "strides: expected an integer"),
+        ({"stream": "x"}, TypeError, "stream: expected an int"),
+        ({"stream": True}, TypeError, "stream: expected an int"),
+        ({"ptr": -1}, ValueError, "view: ptr: expected an address"),
+        ({"ptr": 1.0}, TypeError, "view: ptr: expected an integer"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(gpu: GpuBackend, arguments: Any, error: type[Exception], words: str) -> None:
+    given: dict[str, Any] = {"ptr": gpu.alloc(64), "shape": (4,), "dtype": "f32"} | arguments
+    with pytest.raises(error, match=words):
+        view(gpu, **given)
+
+
+def test_rows(gpu: GpuBackend) -> None:
+    buffer = lent(gpu, readonly=True)
+    row = buffer.row(2)
+    assert (row.ptr, row.shape, row.strides, row.readonly) == (buffer.ptr + 32, (4,), (4,), True)
+    assert row.row(3).shape == ()
+    for index in (3, -1):
+        with pytest.raises(ValueError, match="row: index: expected 0 to 2"):
+            buffer.row(index)
+    with pytest.raises(ValueError, match="at least one axis"):
+        row.row(0).row(0)
+
+
+def test_copies(gpu: GpuBackend) -> None:
+    whole = lent(gpu)
+    turned = view(gpu, whole.ptr + 44, (4, 3), "f32", strides=(-4, -16))
+    with turned.copy() as copy:
+        assert copy.strides == (12, 4)
+        assert download(gpu, copy.ptr, np.empty((4, 3), np.float32)).tolist() == X[::-1, ::-1].T.tolist()
+        live = gpu.live_alloc_count()
+    assert gpu.live_alloc_count() == live - 1
+
+
+def test_regions_of_an_arena(gpu: GpuBackend) -> None:
+    layout = Layout()
+    layout.add("a", 100)
+    layout.add("b", 48)
+    arena = Arena(gpu, layout, tag="arena")
+    buffer = arena.buffer("b", (3, 4), "f32", readonly=True, stream=gpu.default_stream())
+    assert (buffer.ptr, buffer.readonly, buffer.stream) == (arena["b"], True, gpu.default_stream())
+    for shape in (26, (5, 6)):
+        with pytest.raises(ValueError, match=r"arena: a: expected at most 100 bytes, got"):
+            arena.buffer("a", shape, "f32")
+    with pytest.raises(KeyError):
+        arena.buffer("c", 1, "f32")
+    arena.free()
+
+
+def test_rows_of_a_logits_arena(gpu: GpuBackend) -> None:
+    arena = LogitsArena(gpu.alloc(4 * 128 * 2), 4, 97, "bf16")
+    buffer = arena.buffer(gpu, 1, 3)
+    assert (buffer.ptr, buffer.shape, buffer.strides, buffer.dtype) == (arena.row(1), (3, 97), (256, 2), "bf16")
+    assert arena.buffer(gpu, 3).shape == (1, 97)
+    for index, count in ((4, 1), (2, 3), (0, 0), (-1, 1)):
+        with pytest.raises(InvalidPointer, match="logits"):
+            arena.buffer(gpu, index, count)
+    gpu.free(arena.base)
+    with pytest.raises(InvalidPointer, match="block that was freed"):
+        _ = buffer.ptr
+    with pytest.raises(InvalidPointer, match="live block"):
+        arena.buffer(gpu, 0)
+
+
+# wrapped memory
+
+
+@host_only
+def test_wrapped_memory_is_used_by_address(gpu: GpuBackend) -> None:
+    owner = Owner(np.arange(16, dtype=np.float32))
+    assert owner.array is not None
+    with wrap(gpu, owner.array.ctypes.data, 64, owner) as buffer:
+        assert (buffer.dtype, buffer.shape, buffer.nbytes) == ("u8", (64,), 64)
+        launch(gpu, values(buffer.ptr, buffer.ptr + 16))
+        gpu.copy_d2d(buffer.ptr, buffer.ptr + 32, 16)
+        assert owner.array[:12].tolist() == [0, 1, 2, 3, 0, 2, 4, 6, 0, 1, 2, 3]
+        part = gpu.alloc(8)
+        gpu.copy_d2d(buffer.ptr + 4, part, 8)
+        assert download(gpu, part, np.empty(2, np.float32)).tolist() == [1, 2]
+        with pytest.raises(InvalidPointer, match="memory of others"):
+            gpu.copy_d2d(buffer.ptr + 32, part, 64)
+
+
+@host_only
+def test_wrapped_memory_may_not_be_there(gpu: GpuBackend) -> None:
+    with pytest.raises(InvalidPointer, match="NULL"):
+        wrap(gpu, 0, 4, None)
+    for address in (1 << 63, (1 << 64) - 4):
+        with pytest.raises(InvalidPointer, match="foreign memory: expected a host address"):
+            wrap(gpu, address, 8, None)
+    empty = wrap(gpu, 0, 0, None)
+    assert (empty.shape, empty.nbytes) == ((0,), 0)
+    for arguments in ((1, -1), (-1, 4)):
+        with pytest.raises(ValueError, match="wrap: "):
+            wrap(gpu, *arguments, None)
+
+
+def test_wrapped_memory_does_not_begin_in_a_block(gpu: GpuBackend) -> None:
+    ptr = gpu.alloc(64)
+    with pytest.raises(InvalidPointer, match="foreign memory: expected a span in one live block, got 1 byte past"):
+        wrap(gpu, ptr + 32, 33, None)
+
+
+def test_a_wrapped_block_is_the_block(gpu: GpuBackend) -> None:
+    """An address of ours is ours, whoever brings it: a free is known."""
+    ptr = upload(gpu, X)
+    buffer = wrap(gpu, ptr + 16, 16, None)
+    gpu.free(ptr)
+    with pytest.raises(InvalidPointer, match="block that was freed"):
+        _ = buffer.ptr
+
+
+# the host's own ways
+
+
+@host_only
+@pytest.mark.parametrize("dtype", ["f32", "f16", "f64", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "bool"])
+def test_memoryviews(gpu: GpuBackend, dtype: str) -> None:
+    array = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtypes.NUMPY[dtype])
+    buffer = lent(gpu, array)
+    with buffer.memoryview() as got:
+        assert (got.shape, got.format, got.readonly) == (array.shape, array.data.format, False)
+        assert np.asarray(got).tolist() == array.tolist()
+        np.asarray(got)[0, 0] = 1
+        assert gpu.live_exports() == 1
+    assert gpu.live_exports() == 0
+    assert download(gpu, buffer.ptr, array)[0, 0] == 1
+
+
+@host_only
+def test_a_memoryview_is_an_export_until_it_is_released(gpu: GpuBackend) -> None:
+    buffer = lent(gpu)
+    got = buffer.memoryview()
+    part = got[1:]
+    got.release()
+    rows = np.frombuffer(part, np.float32)
+    part.release()
+    with pytest.raises(BufferError, match="1 live export"):
+        gpu.free(buffer.ptr)
+    assert rows.tolist() == X[1:].ravel().tolist()
+    del rows
+    gpu.free(buffer.ptr)
+
+
+@host_only
+def test_memoryviews_of_odd_shapes(gpu: GpuBackend) -> None:
+    assert lent(gpu, X, readonly=True).memoryview().readonly
+    assert np.asarray(lent(gpu, np.array(2.5)).memoryview()).item() == 2.5
+    assert view(gpu, 0, (0, 3), "f32").memoryview().shape == (0, 3)
+    turned = view(gpu, lent(gpu).ptr, (4, 3), "f32", strides=(4, 16)).memoryview()
+    assert np.asarray(turned).tolist() == X.T.tolist()
+
+
+@host_only
+def test_the_array_interface(gpu: GpuBackend) -> None:
+    """The array that NumPy makes of it is an export, which the buffer does not outlive."""
+    whole = lent(gpu)
+    buffer = view(gpu, whole.ptr + 44, (4, 3), "f32", strides=(-4, -16))
+    array = np.asarray(buffer)
+    assert array.tolist() == X[::-1, ::-1].T.tolist()
+    assert array.ctypes.data == buffer.ptr
+    array[0, 0] = 77
+    assert download(gpu, whole.ptr, X)[2, 3] == 77
+    buffer.close()
+    with pytest.raises(BufferError, match="1 live export"):
+        gpu.free(whole.ptr)
+    del array
+    assert not np.asarray(view(gpu, whole.ptr, 4, "f32", readonly=True)).flags.writeable
+    assert np.asarray(view(gpu, whole.ptr, (0, 2), "f32")).shape == (0, 2)
+    assert np.asarray(whole.row(1).row(1)).item() == 5
+    gpu.free(whole.ptr)
+
+
+@pytest.mark.parametrize("way", ["memoryview", "__array_interface__", "__cuda_array_interface__"])
+def test_bfloat16_has_no_name(gpu: GpuBackend, way: str) -> None:
+    buffer = view(gpu, gpu.alloc(16), 8, "bf16")
+    on_gpu = way == "__cuda_array_interface__"
+    if on_gpu != (gpu.kind() == "cuda"):
+        return
+    with pytest.raises(BufferError, match=rf"{way}: expected an element type that has a name there, got bf16"):
+        _ = buffer.memoryview() if way == "memoryview" else getattr(buffer, way)
+
+
+@host_only
+def test_host_memory_is_no_gpus(gpu: GpuBackend) -> None:
+    buffer = lent(gpu)
+    assert not hasattr(buffer, "__cuda_array_interface__")
+    with pytest.raises(AttributeError, match="the memory is the host's"):
+        _ = buffer.__cuda_array_interface__
+    with pytest.raises(BufferError, match="expected a backend that is a GPU"):
+        from_cuda_array_interface(gpu, buffer)
+    with pytest.raises(DeviceError, match="CudaStream: expected a backend that is a GPU"):
+        CudaStream(gpu)
+
+
+@cuda_only
+def test_a_gpus_memory_is_not_the_hosts(gpu: GpuBackend) -> None:
+    buffer = lent(gpu)
+    assert not hasattr(buffer, "__array_interface__")
+    for use in (DeviceBuffer.memoryview, lambda buffer: buffer.__buffer__(0)):
+        with pytest.raises(BufferError, match="memory that the host can read"):
+            use(buffer)
+    assert gpu.live_exports() == 0
+
+
+@cuda_only
+def test_the_cuda_array_interface(gpu: GpuBackend) -> None:
+    """Reading it is an export for as long as the buffer object lives."""
+    stream = gpu.create_stream()
+    buffer = lent(gpu, readonly=True, stream=stream)
+    ptr = buffer.ptr
+    wanted = {"version": 3, "shape": (3, 4), "strides": None, "typestr": "<f4", "data": (ptr, True), "stream": stream}
+    assert buffer.__cuda_array_interface__ == buffer.__cuda_array_interface__ == wanted
+    assert gpu.live_exports() == 1
+    assert lent(gpu).__cuda_array_interface__["stream"] == gpu.default_stream()
+    turned = view(gpu, ptr, (4, 3), "f32", strides=(4, 16))
+    assert turned.__cuda_array_interface__["strides"] == (4, 16)
+    assert view(gpu, ptr, (0,), "f32").__cuda_array_interface__["data"] == (0, False)
+    del turned
+    buffer.close()
+    with pytest.raises(BufferError, match="1 live export"):
+        gpu.free(ptr)
+    del buffer
+    gpu.free(ptr)
+
+
+# a checking backend
+
+
+@host_only
+def test_what_others_write_is_no_fault(device: Device) -> None:
+    """A block given away to be written counts as written, also between the outputs of a kernel."""
+    with device.open() as gpu:
+        ptr = gpu.alloc(64)
+        with pytest.raises(UninitializedRead):
+            gpu.copy_d2h(ptr, bytearray(4))
+        array = np.asarray(view(gpu, ptr, 8, "f32"))
+        array[:] = 1
+        gpu.copy_d2h(ptr, bytearray(32))
+        with pytest.raises(UninitializedRead, match=re.escape("byte 32 of 64 bytes")):
+            gpu.copy_d2h(ptr, bytearray(64))
+        del array
+
+
+@host_only
+def test_what_others_only_read_stays_as_it_is(device: Device) -> None:
+    with device.open() as gpu:
+        ptr = gpu.alloc(64)
+        array = np.from_dlpack(view(gpu, ptr, 8, "f32", readonly=True))
+        with pytest.raises(UninitializedRead):
+            gpu.copy_d2h(ptr, bytearray(4))
+        del array
+
+
+@host_only
+def test_a_copy_of_what_was_never_written(device: Device) -> None:
+    with device.open() as gpu, pytest.raises(UninitializedRead):
+        view(gpu, gpu.alloc(64), 8, "f32").__dlpack__(copy=True)
