@@ -169,6 +169,13 @@ class DeviceBuffer:
         """
         return array_export.host_interface(self._open("__array_interface__"))
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Refuse: NumPy asks here when it cannot read the memory, and would make an array of one object otherwise."""
+        raise TypeError(
+            "expected memory that the host can read, got a GPU's: take np.from_dlpack of a capsule made with "
+            "dl_device=(1, 0), or GpuBackend.copy_d2h"
+        )
+
     def memoryview(self) -> builtins.memoryview:
         """Return host memory as a ``memoryview`` of this shape; the host waits for the stream.
 
