@@ -188,6 +188,10 @@ class DeviceBuffer:
         """Serve the buffer protocol, from Python 3.12 on."""
         return self.memoryview()
 
+    def __release_buffer__(self, buffer: builtins.memoryview) -> None:
+        """End the export. That there is this method makes NumPy keep what it reads, and not only this object."""
+        buffer.release()
+
 
 def view(
     gpu: GpuBackend,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -248,6 +249,19 @@ def test_a_memoryview_is_an_export_until_it_is_released(gpu: GpuBackend) -> None
         gpu.free(buffer.ptr)
     assert rows.tolist() == X[1:].ravel().tolist()
     del rows
+    gpu.free(buffer.ptr)
+
+
+@host_only
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="classes serve the buffer protocol from Python 3.12 on")
+@pytest.mark.parametrize("read", [memoryview, np.frombuffer, np.asarray, lambda buffer: memoryview(buffer)[1:]])
+def test_the_buffer_protocol_itself(gpu: GpuBackend, read: Any) -> None:
+    buffer = lent(gpu)
+    got = read(buffer)
+    assert gpu.live_exports() == 1
+    with pytest.raises(BufferError, match="free: 1 live export"):
+        gpu.free(buffer.ptr)
+    del got
     gpu.free(buffer.ptr)
 
 
