@@ -169,6 +169,13 @@ class DeviceBuffer:
         """
         return array_export.host_interface(self._open("__array_interface__"))
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Refuse: NumPy asks here when it cannot read the memory, and would make an array of one object otherwise."""
+        raise TypeError(
+            "expected memory that the host can read, got a GPU's: take np.from_dlpack of a capsule made with "
+            "dl_device=(1, 0), or GpuBackend.copy_d2h"
+        )
+
     def memoryview(self) -> builtins.memoryview:
         """Return host memory as a ``memoryview`` of this shape; the host waits for the stream.
 
@@ -180,6 +187,10 @@ class DeviceBuffer:
     def __buffer__(self, flags: int) -> builtins.memoryview:
         """Serve the buffer protocol, from Python 3.12 on."""
         return self.memoryview()
+
+    def __release_buffer__(self, buffer: builtins.memoryview) -> None:
+        """End the export. That there is this method makes NumPy keep what it reads, and not only this object."""
+        buffer.release()
 
 
 def view(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -25,9 +26,10 @@ from gpu_runtime import (
     view,
     wrap,
 )
+from gpu_runtime.op import Op, OpRegistry
 from tests.backends import Device, cuda_only, host_only
 from tests.gpu_runtime.exchanging import Owner, X, lent
-from tests.gpu_runtime.toy import launch, values
+from tests.gpu_runtime.toy import OP, SPEC, launch, make_inputs, plan, values
 from tests.ops.harness import download, upload
 
 
@@ -143,6 +145,7 @@ def test_regions_of_an_arena(gpu: GpuBackend) -> None:
     layout = Layout()
     layout.add("a", 100)
     layout.add("b", 48)
+    assert layout.sizes == {"a": 100, "b": 48}
     arena = Arena(gpu, layout, tag="arena")
     buffer = arena.buffer("b", (3, 4), "f32", readonly=True, stream=gpu.default_stream())
     assert (buffer.ptr, buffer.readonly, buffer.stream) == (arena["b"], True, gpu.default_stream())
@@ -250,6 +253,19 @@ def test_a_memoryview_is_an_export_until_it_is_released(gpu: GpuBackend) -> None
 
 
 @host_only
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="classes serve the buffer protocol from Python 3.12 on")
+@pytest.mark.parametrize("read", [memoryview, np.frombuffer, np.asarray, lambda buffer: memoryview(buffer)[1:]])
+def test_the_buffer_protocol_itself(gpu: GpuBackend, read: Any) -> None:
+    buffer = lent(gpu)
+    got = read(buffer)
+    assert gpu.live_exports() == 1
+    with pytest.raises(BufferError, match="free: 1 live export"):
+        gpu.free(buffer.ptr)
+    del got
+    gpu.free(buffer.ptr)
+
+
+@host_only
 def test_memoryviews_of_odd_shapes(gpu: GpuBackend) -> None:
     assert lent(gpu, X, readonly=True).memoryview().readonly
     assert np.asarray(lent(gpu, np.array(2.5)).memoryview()).item() == 2.5
@@ -311,6 +327,12 @@ def test_a_gpus_memory_is_not_the_hosts(gpu: GpuBackend) -> None:
 
 
 @cuda_only
+def test_numpy_gets_no_array_of_a_gpus_memory(gpu: GpuBackend) -> None:
+    with pytest.raises(TypeError, match="expected memory that the host can read, got a GPU's"):
+        np.asarray(lent(gpu))
+
+
+@cuda_only
 def test_the_cuda_array_interface(gpu: GpuBackend) -> None:
     """Reading it is an export for as long as the buffer object lives."""
     stream = gpu.create_stream()
@@ -347,6 +369,28 @@ def test_what_others_write_is_no_fault(device: Device) -> None:
         with pytest.raises(UninitializedRead, match=re.escape("byte 32 of 64 bytes")):
             gpu.copy_d2h(ptr, bytearray(64))
         del array
+
+
+@host_only
+def test_what_others_write_beside_an_output_is_no_fault(device: Device) -> None:
+    """They may do so while a kernel runs, which nobody else may."""
+    theirs: list[np.ndarray[Any, Any]] = []
+
+    def reference(*, out: np.ndarray[Any, Any], **_: Any) -> None:
+        out[...] = 1
+        for array in theirs:
+            array[4] += 1
+
+    ops = OpRegistry()
+    ops.register(Op(SPEC, reference, make_inputs, (), plan=plan, source=OP.source))
+    with device.open(ops=ops) as gpu:
+        source, out = upload(gpu, X), upload(gpu, X)
+        launch(gpu, values(source, out))
+        theirs.append(np.asarray(view(gpu, out, 12, "f32")))
+        launch(gpu, values(source, out))
+        gpu.synchronize()
+        assert theirs[0][:5].tolist() == [1, 1, 1, 1, 5]
+        theirs.clear()
 
 
 @host_only

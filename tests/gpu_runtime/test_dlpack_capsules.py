@@ -101,7 +101,9 @@ def test_a_copy_is_packed(gpu: GpuBackend, array: Any) -> None:
         buffer, array = view(gpu, first, (), "f32"), np.array(array)
     else:
         buffer = view(gpu, whole.ptr, array.shape, array.dtype)
+    live = gpu.live_alloc_count()
     capsule = buffer.__dlpack__(copy=True, dl_device=(1, 0), max_version=(1, 0))
+    assert gpu.live_alloc_count() == live
     found = described(capsule)
     assert found["flags"] == dlpack.IS_COPIED
     assert found["device"] == (dlpack.CPU, 0)

@@ -14,7 +14,7 @@ from gpu_runtime import DeviceBuffer, DeviceError, GpuBackend, InvalidPointer, f
 from gpu_runtime.interop import dlpack
 from tests.backends import Device, host_only
 from tests.gpu_runtime.exchanging import Array, Producer, X, lent, settle
-from tests.gpu_runtime.toy import launch, values
+from tests.gpu_runtime.toy import REGISTRY, launch, values
 from tests.ops.harness import download
 
 
@@ -75,6 +75,21 @@ def test_a_kernel_runs_on_it(gpu: GpuBackend) -> None:
     with from_dlpack(gpu, array) as buffer:
         launch(gpu, values(buffer.ptr, out))
         assert download(gpu, out, array).tolist() == (2 * array).tolist()
+
+
+@host_only
+@pytest.mark.parametrize("check", [True, False])
+def test_a_launch_that_was_prepared_is_refused_after_close(device: Device, check: bool) -> None:
+    """A backend remembers launches by their arguments."""
+    with device.open(ops=REGISTRY, check=check) as gpu:
+        out = gpu.alloc(16)
+        with from_dlpack(gpu, np.ones(4, np.float32)) as buffer:
+            ptr = buffer.ptr
+            for _ in range(3):
+                launch(gpu, values(ptr, out))
+        with pytest.raises(InvalidPointer, match="inside a live allocation"):
+            launch(gpu, values(ptr, out))
+        gpu.free(out)
 
 
 @host_only
