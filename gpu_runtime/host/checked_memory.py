@@ -20,7 +20,7 @@ from gpu_runtime.host.memory import REDZONE_BYTES, HostMemory, Span, redzone_dam
 from gpu_runtime.host.quarantine import Quarantine
 from gpu_runtime.host.shadow import Block, Region, Shadow
 from gpu_runtime.host.streams import Work
-from gpu_runtime.ledger import Ledger, call_site, counted
+from gpu_runtime.ledger import Allocation, Ledger, call_site, counted
 from gpu_runtime.oom import out_of_memory
 from gpu_runtime.pointer import DevicePtr
 
@@ -123,6 +123,10 @@ class CheckedMemory(HostMemory):
                 self._damage.append(f"{found} {block}")
                 self._fill_redzones(block.storage)  # what is damaged from here on is another fault
             self._damage += self._quarantine.add(block)
+
+    def sweep(self) -> list[Allocation]:
+        with self._work:  # before the memory's own lock, as everywhere: work that runs now may wait for that one
+            return super().sweep()
 
     def _wrong_free(self, address: int, error: InvalidPointer) -> str:
         block = self._quarantine.find(address)
