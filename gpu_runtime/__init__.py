@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The device layer: pointers, memory, launches, streams and graphs. It knows nothing of models."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gpu_runtime.interpreter  # noqa: F401  # first: it refuses a subinterpreter, before NumPy is imported
 from gpu_runtime.arena import Arena, Layout, LogitsArena
@@ -72,11 +72,14 @@ __all__ = [
     "wrap",
 ]
 
+if TYPE_CHECKING:
+    _C_API: Any
+else:  # unseen by type checkers, which would take any name for one of this module's
 
-def __getattr__(name: str) -> Any:
-    """Make the function table for C hosts when it is first asked for, by ``PyCapsule_Import`` as a rule."""
-    if name != "_C_API":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from gpu_runtime.capi.table import capsule
+    def __getattr__(name: str) -> Any:
+        """Make the function table for C hosts when it is first asked for, by ``PyCapsule_Import`` as a rule."""
+        if name != "_C_API":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from gpu_runtime.capi.table import capsule
 
-    return globals().setdefault("_C_API", capsule())
+        return globals().setdefault("_C_API", capsule())

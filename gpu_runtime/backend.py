@@ -92,7 +92,8 @@ class GpuBackend(abc.ABC):
     def find_block(self, address: int) -> Allocation | None:
         """Return the live block, or the page-locked memory, that contains ``address``; None when there is none.
 
-        Memory that this backend did not allocate is none of its blocks.
+        Memory that this backend did not allocate is none of its blocks. The object is the same one from the allocation
+        to the free, so it tells a block from a later one at its place.
         """
 
     @abc.abstractmethod
@@ -106,13 +107,6 @@ class GpuBackend(abc.ABC):
     @abc.abstractmethod
     def poison_redzones(self) -> None:
         """Restore the pattern that `scan_redzones` looks for around every live block."""
-
-    def allocation(self, ptr: int) -> Allocation | None:
-        """Return the live block, or the page-locked memory, that contains an address; None when none does.
-
-        The object is the same one from the allocation to the free, so it tells a block from a later one at its place.
-        """
-        return self._blocks.find(checks.address("allocation: ptr", ptr))
 
     def live_exports(self, ptr: int = NULL) -> int:
         """Return how many exports the block that contains ``ptr`` has, or (NULL) all blocks: page-locked ones too.

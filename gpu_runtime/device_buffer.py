@@ -288,7 +288,7 @@ def _block_of(what: str, gpu: GpuBackend, start: int, size: int) -> Allocation |
     InvalidPointer
         When the span begins in a block and ends outside it.
     """
-    block = gpu.allocation(start) if 0 <= start < checks.ADDRESS_LIMIT and size else None
+    block = gpu.find_block(start) if 0 <= start < checks.ADDRESS_LIMIT and size else None
     if block is None:
         return None
     past = start + size - int(block.ptr) - block.nbytes

@@ -31,7 +31,7 @@ def new_block(gpu: GpuBackend, shape: Sequence[int], dtype: str, stream: StreamL
     extents = Extents.of(shape, None, dtypes.itemsize(dtype))
     if not extents.nbytes:
         return Tensor(Holding(gpu, None), 0, extents, dtype, False, stream)
-    block = gpu.allocation(gpu.alloc(extents.nbytes, tag=tag))
+    block = gpu.find_block(gpu.alloc(extents.nbytes, tag=tag))
     assert block is not None
     return Tensor(Holding(gpu, block, frees=True), int(block.ptr), extents, dtype, False, stream)
 

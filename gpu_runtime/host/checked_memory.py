@@ -21,7 +21,7 @@ from gpu_runtime.host.memory import REDZONE_BYTES, HostMemory, Span, redzone_dam
 from gpu_runtime.host.quarantine import Quarantine
 from gpu_runtime.host.shadow import Block, Region, Shadow
 from gpu_runtime.host.streams import Work
-from gpu_runtime.ledger import Ledger, call_site, counted
+from gpu_runtime.ledger import Allocation, Ledger, call_site, counted
 from gpu_runtime.oom import out_of_memory
 from gpu_runtime.pointer import DevicePtr
 
@@ -139,6 +139,10 @@ class CheckedMemory(HostMemory):
 
     def _abandoned(self, span: ForeignSpan) -> None:
         self._foreign_blocks.pop(id(span.entry)).freed = call_site()
+
+    def sweep(self) -> list[Allocation]:
+        with self._work:  # before the memory's own lock, as everywhere: work that runs now may wait for that one
+            return super().sweep()
 
     def _wrong_free(self, address: int, error: InvalidPointer) -> str:
         block = self._quarantine.find(address)

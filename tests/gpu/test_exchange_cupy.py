@@ -318,7 +318,7 @@ def test_interfaces_that_are_refused(toy_gpu: GpuBackend) -> None:
 def test_a_host_array_is_copied(toy_gpu: GpuBackend) -> None:
     producer = Producer(X)
     with from_dlpack(toy_gpu, producer) as buffer:
-        assert toy_gpu.allocation(buffer.ptr) is not None
+        assert toy_gpu.find_block(buffer.ptr) is not None
         assert by_dlpack(buffer).get().tolist() == X.tolist()
     settle(toy_gpu)
     assert len(producer.deleted) == 1

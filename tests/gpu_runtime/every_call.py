@@ -72,7 +72,6 @@ def sound_calls(gpu: GpuBackend) -> dict[str, Call]:
         "live_bytes": gpu.live_bytes,
         "live_alloc_count": gpu.live_alloc_count,
         "alloc_report": gpu.alloc_report,
-        "allocation": lambda: gpu.allocation(ptr),
         "find_block": lambda: gpu.find_block(ptr),
         "live_exports": gpu.live_exports,
         "exchange: export": lambda: view(gpu, ptr, 4, "f32").__dlpack__(),
@@ -152,7 +151,7 @@ def _where_there_are_redzones(call: Call) -> None:
 CANNOT_FAIL: Final = frozenset(
     {
         *("total_memory", "free_memory", "live_bytes", "live_alloc_count", "alloc_report", "sweep_unreleased"),
-        *("allocation", "find_block", "live_exports"),
+        *("find_block", "live_exports"),
         *("scan_redzones", "poison_redzones", "has_module", "debug_sync_kernels", "launch_trace", "default_stream"),
         *("create_stream", "create_event", "sm_count", "limits", "kind", "name", "bind_to_thread", "close"),
     }

@@ -50,7 +50,7 @@ def test_memory_in_use_is_not_freed(device: Device, call: str, count: int) -> No
         exports.clear()
         REFUSED[call](gpu, buffer)
         if call != "close":
-            assert gpu.allocation(buffer._tensor.address) is None  # type: ignore[union-attr]
+            assert gpu.find_block(buffer._tensor.address) is None  # type: ignore[union-attr]
             gpu.sweep_unreleased()
 
 
