@@ -56,6 +56,10 @@ def sound_calls(gpu: GpuBackend) -> dict[str, Call]:
         buffer = view(gpu, ptr, 4, "f32")
         assert buffer.__array_interface__ if gpu.kind() == "host" else buffer.__cuda_array_interface__
 
+    def from_a_file() -> None:
+        with open(__file__, "rb") as file:
+            gpu.copy_files_h2d([(file.fileno(), 7, 1000, space)], stream)
+
     def watched() -> None:
         gpu.debug_sync_kernels = True
         launch(gpu, values(ptr, other), stream)
@@ -90,6 +94,7 @@ def sound_calls(gpu: GpuBackend) -> dict[str, Call]:
         "copy_d2d": lambda: gpu.copy_d2d(ptr, space, 16),
         "copy_d2h_on_stream": lambda: gpu.copy_d2h_on_stream(ptr, bytearray(16), stream),
         "copy_h2d_on_stream": lambda: gpu.copy_h2d_on_stream(memory.array, ptr, stream),
+        "copy_files_h2d": from_a_file,
         "copy_h2d_async": lambda: gpu.copy_h2d_async(X, ptr, stream),
         "copy_h2d_async: a large one": lambda: gpu.copy_h2d_async(bytes(4096), space, stream),
         "copy_h2d_async_retained": lambda: gpu.copy_h2d_async_retained(X, ptr, stream),
@@ -194,6 +199,8 @@ def refused_calls(gpu: GpuBackend) -> dict[str, Call]:
         "copy_d2d: in a capture": in_a_capture(lambda: gpu.copy_d2d(ptr, ptr + 8, 8)),
         "copy_d2h_on_stream": lambda: gpu.copy_d2h_on_stream(ptr, bytearray(16), capturing),
         "copy_h2d_on_stream": lambda: gpu.copy_h2d_on_stream(X, ptr, capturing),
+        "copy_files_h2d": lambda: gpu.copy_files_h2d([(-1, 0, 8, ptr)]),
+        "copy_files_h2d: in a capture": lambda: gpu.copy_files_h2d([], capturing),
         "copy_h2d_async": lambda: gpu.copy_h2d_async(X, ptr + 8),
         "copy_h2d_async_retained": lambda: gpu.copy_h2d_async_retained(X, ptr + 8),
         "copy_d2h_async": lambda: gpu.copy_d2h_async(ptr, b"read-only bytes."),
