@@ -22,6 +22,7 @@ from metrale.nllb.encoder import Encoder
 from metrale.nllb.kv import Span
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.logits import LogitsRows
+from metrale.nllb.step_graphs import StepGraphs
 from metrale.nllb.turns import Turn
 from metrale.nllb.workspace import Workspace
 
@@ -52,6 +53,8 @@ class Passes:
     space : Workspace
     logits : LogitsRows
     decoding, prefilling, feeding : Turn
+    graphs : StepGraphs or None
+        Where decode steps are kept as graphs; None: their launches are enqueued one by one.
 
     Attributes
     ----------
@@ -71,6 +74,7 @@ class Passes:
         decoding: Turn,
         prefilling: Turn,
         feeding: Turn,
+        graphs: StepGraphs | None,
     ) -> None:
         self._gpu = gpu
         self._shape = shape
@@ -80,7 +84,7 @@ class Passes:
         self.feeding = feeding
         self._encoder = Encoder(gpu, shape, weights, space)
         self._prefix = Decoder(gpu, shape, weights, space, "prefix")
-        self._decoder = Decoder(gpu, shape, weights, space, "decoder")
+        self._decoder = Decoder(gpu, shape, weights, space, "decoder", graphs)
         self.hidden = self._decoder.hidden
         self.attention_space = space["encoder.wide"]
 
