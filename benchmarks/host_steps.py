@@ -13,7 +13,6 @@ import argparse
 import cProfile
 import json
 import pstats
-import statistics
 import sys
 import tempfile
 import time
@@ -132,6 +131,12 @@ def model_steps(model: Model, lanes: int, beams: int) -> Callable[[], None]:
     return step
 
 
+def repeated(step: Callable[[], None], steps: int) -> None:
+    """Make so many steps."""
+    for _ in range(steps):
+        step()
+
+
 def timed(gpu: Silent, step: Callable[[], None], steps: int) -> tuple[float, dict[str, int]]:
     """Return the microseconds of a step, the best of some rounds, and the calls that one makes."""
     for _ in range(WARM):
@@ -142,28 +147,28 @@ def timed(gpu: Silent, step: Callable[[], None], steps: int) -> tuple[float, dic
     times = []
     for _ in range(ROUNDS):
         start = time.thread_time()
-        for _ in range(steps):
-            step()
+        repeated(step, steps)
         times.append(1e6 * (time.thread_time() - start) / steps)
     return round(min(times), 1), calls
 
 
 def engine_us(model: Model, lanes: int, tokens: int) -> float:
-    """Return the microseconds of a step of the engine with so many requests, its own thread's bookkeeping included."""
-    times = []
-    for _ in range(ROUNDS):
+    """Return the microseconds of a step of the engine with so many requests: processor time, the callers' included."""
+
+    def run(count: int) -> float:
         with Engine(model, max_lanes=lanes) as engine:
-            ends: list[float] = []
-            requests = [Request(SOURCE, LANGUAGE, LANGUAGE, max_new_tokens=tokens, eos_ids=()) for _ in range(lanes)]
+            requests = [
+                Request(SOURCE, LANGUAGE, LANGUAGE, max_new_tokens=count, eos_ids=frozenset()) for _ in range(lanes)
+            ]
+            start = time.process_time()
             with model.exclusive():  # all of them are there when the first step begins
                 handles = [engine.submit(one) for one in requests]
             for handle in handles:
-                result = handle.result().raise_for_error()
-                ends.append(time.perf_counter())
-                assert len(result.ids) == tokens - 1
-            begun = min(handle.first_token_at or 0.0 for handle in handles)
-            times.append(1e6 * (ends[-1] - begun) / (tokens - 2))
-    return round(statistics.median(times), 1)
+                assert len(handle.result().raise_for_error().ids) == count - 1
+            return 1e6 * (time.process_time() - start)
+
+    run(tokens)
+    return round(min((run(2 * tokens) - run(tokens)) / tokens for _ in range(ROUNDS)), 1)
 
 
 def measure(gpu: Silent, model: Model, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -179,7 +184,7 @@ def measure(gpu: Silent, model: Model, options: argparse.Namespace) -> Iterator[
                 name = "model" if beams == 1 else f"model, {beams} beams"
                 row[f"{name}: us"], row[f"{name}: calls"] = timed(gpu, step, options.steps)
                 if options.profile:
-                    profile.runcall(lambda step=step: [step() for _ in range(options.steps)])
+                    profile.runcall(repeated, step, options.steps)
                     pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(25)
             for slot in range(model.capacity().max_sequences):
                 entry = model._table._live.get(slot)  # type: ignore[attr-defined]  # whatever the steps left

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,22 @@ from metrale.nllb.workspace import Workspace
 
 Observer = Callable[[Rows, int, Mapping[str, DevicePtr]], None]
 """What looks on in a pass: it is told the activations, the layer, and the columns of the pass' table."""
+
+
+_COLUMNS: Final = (
+    "ids",
+    "cells",
+    "positions",
+    "self_lengths",
+    "cross_lengths",
+    "adapters",
+    "ancestry",
+    "beam_positions",
+    "self_spans",
+    "write_spans",
+    "cross_spans",
+)
+"""The columns of `metrale.nllb.workspace.DECODER_COLUMNS`, in the order in which `Decoder` fills them."""
 
 
 class Feed(NamedTuple):
@@ -158,7 +174,7 @@ class Decoder:
         depth, lanes = len(feeds[0].ids), len(feeds)
         if self._spares:
             feeds = [*feeds, *self._spares[: self._shape.step_rows(lanes) - lanes]]
-        self._upload(feeds, depth, stream)
+        self._upload(feeds, stream)
         work = Pass(
             rows=len(feeds) * depth,
             heads=lanes * depth if of_all else lanes,
@@ -175,24 +191,19 @@ class Decoder:
             self._graphs.run(work.body, partial(self._enqueue, work.body, None), stream)
             self._head(self._rows(work, stream), work)
 
-    def _upload(self, feeds: Sequence[Feed], depth: int, stream: StreamLike) -> None:
+    def _upload(self, feeds: Sequence[Feed], stream: StreamLike) -> None:
         """Enqueue the copy of the pass' table: a row for each id."""
-        positions = np.array([feed.first + step for feed in feeds for step in range(depth)])
-        sources = [feed.span.source_len or 1 for feed in feeds]  # a spare row attends to the position that it writes
-        self._workspace.tables[self._side].upload(
-            stream,
-            ids=np.array([token for feed in feeds for token in feed.ids]),
-            cells=np.repeat([feed.cell for feed in feeds], depth),
-            positions=positions,
-            adapters=np.repeat([feed.span.adapter for feed in feeds], depth),
-            self_lengths=positions + 1,
-            cross_lengths=np.repeat(sources, depth),
-            self_spans=np.repeat(np.array([feed.span.target() for feed in feeds], dtype=np.uint64), depth),
-            write_spans=np.repeat(np.array([feed.span.target(feed.beam) for feed in feeds], np.uint64), depth),
-            ancestry=np.repeat([feed.ancestry for feed in feeds], depth),
-            beam_positions=np.repeat([feed.span.beam_positions for feed in feeds], depth),
-            cross_spans=np.repeat(np.array([int(feed.span.ptr) for feed in feeds], dtype=np.uint64), depth),
-        )
+        values: list[int] = []  # flat, and made an array at once: a step has many rows, and the device may wait for it
+        for ids, first, span, cell, beam, ancestry in feeds:
+            source = int(span.ptr)
+            own = span.target()
+            written = own + beam * span.beam_positions * span.position_bytes
+            length = span.source_len or 1  # a spare row attends to the position that it writes
+            for position, token in enumerate(ids, first):
+                values += (token, cell, position, position + 1, length)
+                values += (span.adapter, ancestry, span.beam_positions, own, written, source)
+        columns = np.fromiter(values, np.int64, len(values)).reshape(-1, len(_COLUMNS)).T
+        self._workspace.tables[self._side].upload(stream, **dict(zip(_COLUMNS, columns, strict=True)))
 
     def _rows(self, work: Pass, stream: StreamLike) -> Rows:
         return Rows.of(self._gpu, self._shape, self._workspace, self._side, work.rows, stream)

@@ -92,7 +92,8 @@ class Passes:
         """Enqueue one step, feed ``i`` into row ``i``, then ``copies``, and return the address of row 0."""
         self.refuse_capture(stream)
         rows = self._logits
-        if any(feed.span.fresh for feed in feeds) or rows.any_written_by(self.prefilling, 0, len(feeds)):
+        fresh = [feed.span for feed in feeds if feed.span.fresh]
+        if fresh or rows.any_written_by(self.prefilling, 0, len(feeds)):
             self.prefilling.wait(stream)
         self.feeding.wait(stream)
         with self.decoding.use(stream):
@@ -100,8 +101,8 @@ class Passes:
             for copy in copies:
                 self._gpu.copy_d2d_async(*copy, stream)
         rows.written(self.decoding, 0, len(feeds))
-        for feed in feeds:
-            feed.span.fresh = False
+        for span in fresh:
+            span.fresh = False
         self.hidden = self._decoder.hidden
         return rows.arena.base
 

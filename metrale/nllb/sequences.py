@@ -66,6 +66,13 @@ class SequenceTable:
         entry = self._live.get(seq.slot_idx)
         return entry is not None and entry[0] is seq
 
+    def live(self, seq: SequenceState) -> Span | None:
+        """Return the span of a live sequence, and None for what `span` refuses."""
+        if type(seq) is not SequenceState:
+            return None
+        entry = self._live.get(seq.slot_idx)
+        return entry[1] if entry is not None and entry[0] is seq else None
+
     def span(self, seq: SequenceState) -> Span:
         """Return the span of a live sequence.
 
