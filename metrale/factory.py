@@ -85,9 +85,9 @@ def load(
         so. When a checkpoint's ``legacy_behaviour`` asks for it and the caller does not, it is not done, and a warning
         says so.
     step_graphs : bool or None
-        Whether decode steps that come again are captured as graphs of the device and replayed, which changes no bit of a
-        result and takes the host a fraction of the time. None: on a GPU, and not on the host. docs/performance.md says
-        when a step is launched op by op all the same.
+        Whether decode steps that come again are captured as graphs of the device and replayed, which changes no bit of
+        a result and takes the host a fraction of the time. None: on a GPU, and not on the host. docs/performance.md
+        says when a step is launched op by op all the same.
 
     Raises
     ------

@@ -154,7 +154,7 @@ class Admission:
                 or type(seq.adapter_slot) is not int
                 or not (seq.adapter_slot == span.adapter == -1)
                 or not 0 < seq.seq_len < most
-                or seq.seq_len >= (span.beam_positions or span.positions - span.source_len)
+                or seq.seq_len >= span.target_room
             ):
                 span = self._decodable(seq)
             spans.append(span)
@@ -185,12 +185,7 @@ class Admission:
         most = self._shape.limits.target_positions
         for seq in seqs:
             span = self._table.live(seq)
-            if (
-                span is None
-                or not span.source_len
-                or not 0 < seq.seq_len <= most
-                or seq.seq_len > (span.beam_positions or span.positions - span.source_len)
-            ):
+            if span is None or not span.source_len or not 0 < seq.seq_len <= most or seq.seq_len > span.target_room:
                 self.prefilled(call, seq)
 
     def prefilled(self, call: str, seq: SequenceState) -> Span:
@@ -213,8 +208,7 @@ class Admission:
 
     def target_positions(self, span: Span) -> int:
         """Return how many decoder positions a prefilled sequence has, or each of its beams."""
-        room = span.beam_positions or span.positions - span.source_len
-        return min(self._shape.limits.target_positions, room)
+        return min(self._shape.limits.target_positions, span.target_room)
 
     @staticmethod
     def check_distinct(seqs: Sequence[SequenceState], argument: str) -> None:

@@ -30,8 +30,8 @@ _LENGTH, _NGRAM, _MODE, _MASK, _CELL, _FORCED = map(
 )
 _PENALTY: Final = SETTING_COLUMNS.index("penalty")
 _LATE: Final = ("given", "least", "withheld", "last", "last_id")
-"""For each slot what a choice depends on how many ids were generated: ids that do not count, ids before EOS is no longer
-withheld, the mode's bits until then, and the count at which an id is forced, and which."""
+"""For each slot what depends on how many ids were generated: the ids that do not count; how many there must be before
+EOS may come, and the bits of the mode until then; the count at which an id is forced, and which."""
 _GIVEN, _LEAST, _WITHHELD, _LAST, _LAST_ID = range(len(_LATE))
 _NEVER: Final = -(1 << 31)
 
@@ -92,21 +92,20 @@ class TokenFeed:
         InvalidInput
             When no id has been chosen for it.
         """
-        chosen = self._sampled.get(seq.slot_idx) is seq
-        if chosen and type(source) is FeedSource and source.sampled:  # as it is for most rows of most steps
-            return self._first_slot + seq.slot_idx
         argument = f"sources[{index}]"
         if not isinstance(source, FeedSource):
             raise InvalidInput(argument, "a FeedSource", source)
+        if source.sampled:
+            if self._sampled.get(seq.slot_idx) is not seq:
+                raise InvalidInput(
+                    argument, "a sequence for which sample_batch_to_feed has chosen an id", "sampled=True"
+                )
+            return self._first_slot + seq.slot_idx
         if source.token is not None:
             token_id(f"{argument}.token", source.token, self._shape.vocab)
             return -1
-        if source.from_row is not None:
-            expected = f"a row of the last argmax_batch_to_feed, which had {self._greedy_rows}"
-            return integer(f"{argument}.from_row", source.from_row, 0, self._greedy_rows - 1, expected)
-        if not chosen:
-            raise InvalidInput(argument, "a sequence for which sample_batch_to_feed has chosen an id", "sampled=True")
-        return self._first_slot + seq.slot_idx
+        expected = f"a row of the last argmax_batch_to_feed, which had {self._greedy_rows}"
+        return integer(f"{argument}.from_row", source.from_row, 0, self._greedy_rows - 1, expected)
 
     # how ids are chosen
 

@@ -19,8 +19,8 @@ from gpu_runtime.streams import StreamLike
 log = logging.getLogger(__name__)
 
 MOST_GRAPHS: Final = 64
-"""Graphs that are kept; past this many, the one that was used longest ago is destroyed. It bounds the device memory that
-the driver takes for them. A model at the rungs of `metrale.model.BATCH_LADDER` rarely has half as many."""
+"""Graphs that are kept; past this many, the one that was used longest ago is destroyed. It bounds the device memory
+that the driver takes for them. A model has at most a few for each size of its steps, and is asked for some of them."""
 
 Enqueue = Callable[[StreamLike], None]
 """Enqueues the work of a step on a stream."""
@@ -29,8 +29,8 @@ Enqueue = Callable[[StreamLike], None]
 class StepGraphs:
     """The graphs of a model's steps, by what their launches depend on. The caller has the model's lock.
 
-    A step is captured when its key comes for the second time. The first time its launches are enqueued one by one, which
-    also loads kernels and chooses the algorithms of products; so what comes once costs no capture.
+    A step is captured when its key comes for the second time. The first time its launches are enqueued one by one,
+    which also loads kernels and chooses the algorithms of products; so what comes once costs no capture.
 
     Parameters
     ----------

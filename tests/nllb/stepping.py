@@ -12,7 +12,7 @@ from gpu_runtime.backend import GpuBackend
 from metrale.model import BeamParams, FeedSource, PrefillSlice, SamplingParams, SequenceState
 from metrale.nllb.model import NllbModel
 from tests.nllb.decoding import Case, arena, begin, prefilled, sampled
-from tests.nllb.searching import SELECTED, rows_after, select, step
+from tests.nllb.searching import rows_after, select, step
 
 Found = list[Any]
 Program = Callable[[NllbModel], Found]
@@ -156,11 +156,11 @@ def replays(gpu: GpuBackend) -> Iterator[list[int]]:
         real(graph, stream)
         launched.append(graph)
 
-    gpu.launch_graph = launch_graph  # type: ignore[method-assign]
+    vars(gpu)["launch_graph"] = launch_graph
     try:
         yield launched
     finally:
-        del gpu.launch_graph
+        del vars(gpu)["launch_graph"]
 
 
 class Failing:

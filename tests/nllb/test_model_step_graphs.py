@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import metrale
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.faults import FailCall
-from gpu_runtime.streams import LEGACY_STREAM, PER_THREAD_STREAM
+from gpu_runtime.streams import LEGACY_STREAM, PER_THREAD_STREAM, StreamLike
 from metrale.errors import InvalidInput, NotSupported
 from metrale.model import BATCH_LADDER, FeedSource
 from metrale.nllb import step_graphs
@@ -25,7 +27,7 @@ from tests.nllb.adapters import Shelf
 from tests.nllb.adapters import begin as begin_adapted
 from tests.nllb.backends import OrderedBackend, Padding
 from tests.nllb.conftest import MakeModel
-from tests.nllb.decoding import arena, changed_rows, prefilled, read, sampled, saved
+from tests.nllb.decoding import arena, changed_rows, prefilled, read, results, sampled, saved
 from tests.nllb.stepping import LANES, PROGRAMS, Failing, case, replays, step_of
 
 LIMITS: dict[str, Any] = {"max_batch": LANES, "max_new_tokens": 8}
@@ -148,11 +150,11 @@ def launching(gpu: GpuBackend) -> Iterator[list[Any]]:
         made.append((args, options))
         real_gemm(*args, **options)
 
-    gpu.launch, gpu.gemm = launch, gemm  # type: ignore[method-assign]
+    vars(gpu).update(launch=launch, gemm=gemm)
     try:
         yield made
     finally:
-        del gpu.launch, gpu.gemm
+        del vars(gpu)["launch"], vars(gpu)["gemm"]
 
 
 def test_rows_that_nobody_owns_stay_as_they_are(make_tiny: MakeModel, gpu: GpuBackend) -> None:
@@ -407,10 +409,19 @@ def test_a_closed_model_has_destroyed_its_graphs(
     model = make_tiny(step_graphs=True, **LIMITS)
     made: list[int] = []
     gone: list[int] = []
+    real_end, real_destroy = gpu.end_capture, gpu.destroy_graph
+
+    def end_capture(stream: StreamLike = 0) -> int:
+        made.append(real_end(stream))
+        return made[-1]
+
+    def destroy_graph(graph: int) -> None:
+        gone.append(graph)
+        real_destroy(graph)
+
     with monkeypatch.context() as patch:
-        end_capture, destroy_graph = gpu.end_capture, gpu.destroy_graph
-        patch.setattr(gpu, "end_capture", lambda stream: made.append(end_capture(stream)) or made[-1])
-        patch.setattr(gpu, "destroy_graph", lambda graph: (gone.append(graph), destroy_graph(graph)))
+        patch.setattr(gpu, "end_capture", end_capture)
+        patch.setattr(gpu, "destroy_graph", destroy_graph)
         PROGRAMS["fed by the host"](model)
         PROGRAMS["searching"](model)
         assert len(made) > 3
@@ -422,3 +433,92 @@ def test_a_closed_model_has_destroyed_its_graphs(
 def test_the_kinds_of_steps_are_few(make_tiny: MakeModel) -> None:
     """Fewer than are kept, for greedy and sampled steps, and searches, of any number of lanes up to the last rung."""
     assert 2 * 2 * len(BATCH_LADDER) <= step_graphs.MOST_GRAPHS
+
+
+# how much a step asks of the device, and threads
+
+
+STEP: dict[str, int] = {
+    "launch_graph": 1,
+    "copy_h2d_async": 1,  # its table
+    "event_query": 1,  # whether the table's page-locked slot is free
+    "record_event": 2,  # that slot's, and the decode turn's
+    "stream_wait_event": 2,  # the feeding turn, and the decode turn
+    "stream_is_capturing": 1,
+    "is_watched": 1,
+}
+CHOICE: dict[str, int] = {
+    "launch": 1,
+    "copy_h2d_async": 1,
+    "copy_d2h_async": 1,
+    "event_query": 2,  # the caller's event, and the slot's
+    "record_event": 3,  # the slot's, the feeding turn's and the caller's
+    "stream_wait_event": 3,
+    "stream_is_capturing": 1,
+}
+SAID = ("kernel", "limits")
+"""Calls that only tell something the backend knows."""
+
+
+@contextmanager
+def counting(gpu: GpuBackend) -> Iterator[Counter[str]]:
+    """Give a counter of the calls of the device that are made inside the context."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return real(*args, **options)
+
+        return call
+
+    names = [name for name in GpuBackend.__abstractmethods__ if name not in SAID and callable(getattr(gpu, name))]
+    vars(gpu).update({name: counted(name, getattr(gpu, name)) for name in names})
+    try:
+        yield counts
+    finally:
+        for name in names:
+            del vars(gpu)[name]
+
+
+@host_only
+@pytest.mark.parametrize("lanes", [1, LANES])
+def test_a_step_makes_a_few_calls_whatever_its_lanes(make_tiny: MakeModel, gpu: GpuBackend, lanes: int) -> None:
+    """The fed step of an engine: one table, one graph; and the choice: one table, one kernel, one copy of results. None
+    allocates, and none waits."""
+    model = make_tiny(step_graphs=True, **LIMITS)
+    warm(model, lanes)
+    seqs = [prefilled(model, case(lane)) for lane in range(lanes)]
+    sampled(model, model.logits_buffer_ptr(), seqs)
+    with results(model, 3, lanes) as (dst, event):
+        for _ in range(2):  # the first comes after prefills, for which it waits as well
+            with counting(gpu) as step:
+                model.decode_batch_fed([FeedSource(sampled=True)] * lanes, seqs)
+            for seq in seqs:
+                seq.seq_len += 1
+            with counting(gpu) as choice:
+                model.sample_batch_to_feed(model.logits_buffer_ptr(), seqs, dst, event)
+    assert step == STEP
+    assert choice == CHOICE
+
+
+def test_threads_that_share_a_model_replay_its_graphs(make_tiny: MakeModel, gpu: GpuBackend) -> None:
+    """Each with a sequence of its own; under the model's lock a step and its reading find what one alone finds."""
+    plain, model = make_tiny(step_graphs=False, **LIMITS), make_tiny(step_graphs=True, **LIMITS)
+
+    def run(on: NllbModel, lane: int) -> list[bytes]:
+        with on.exclusive():
+            seq = prefilled(on, case(lane))
+        found = []
+        for turn in range(6):
+            with on.exclusive():
+                found.append(on.copy_logits_to_host(on.decode(9 + turn + lane, seq)).tobytes())
+        with on.exclusive():
+            on.free_sequence(seq)
+        return found
+
+    expected = [run(plain, lane) for lane in range(LANES)]
+    with replays(gpu) as launched, ThreadPoolExecutor(LANES) as pool:
+        assert list(pool.map(lambda lane: run(model, lane), range(LANES))) == expected
+    assert len(launched) > 5 * LANES
+    assert graphs_of(model) == 1
