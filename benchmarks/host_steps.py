@@ -3,9 +3,9 @@
 
     python -m benchmarks.host_steps [--lanes 1,8,64] [--step-graphs off] [--profile]
 
-The device does nothing and answers at once, so what is timed is the model's and the engine's own part of a step:
-The device does nothing and answers at once, so what is timed is the part of a step that the model and the engine do:
-those of the processor, the best of some rounds.
+The device does nothing and answers at once. So what is timed is the model's and the engine's part of a step: checks,
+tables, bookkeeping. The calls are counted, because on a GPU each of them takes some microseconds more. Times are the
+processor's, the best of some rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -32,10 +32,13 @@ from gpu_runtime.handles import KernelHandle
 from gpu_runtime.host import HostBackend
 from gpu_runtime.limits import Limits
 from metrale.engine import Engine, Request
-from metrale.model import BeamParams, FeedSource, Model, PrefillSlice, SamplingParams
+from metrale.model import BeamParams, FeedSource, Model, PrefillSlice, SamplingParams, SequenceState
 
 LANGUAGE: Final = 4
 SOURCE: Final = (5, 6, 7, 8)
+MOST: Final = 400
+"""Target positions: enough for all steps that are made of a sequence."""
+BEAMS: Final = 4
 WARM: Final = 8
 ROUNDS: Final = 5
 
@@ -95,38 +98,42 @@ class Silent(HostBackend):
         return answer
 
 
-def model_steps(model: Model, lanes: int, beams: int) -> Callable[[], None]:
-    """Return a function that makes a fed step of so many rows: one sequence for each, or searches of ``beams``."""
-    seqs = []
-    for _ in range(lanes // beams):
-        seq = model.alloc_beams(beams, len(SOURCE) + 2, 400) if beams > 1 else model.alloc_sequence_for(400)
-        seq.src_lang_id = seq.tgt_lang_id = LANGUAGE
-        seqs.append(seq)
-    model.prefill_batch_chunk([PrefillSlice.whole(SOURCE, seq) for seq in seqs])
-    memory, event = model.alloc_host_pinned(12 * lanes), model.create_event()
-    words = memory.array[: 12 * len(seqs)].view(np.int32)
-    base, row_bytes = model.logits_buffer_ptr(), model.logits_row_bytes()
-    params = SamplingParams(eos_ids=(), max_new_tokens=390)
-    if beams > 1:
-        for seq in seqs:
-            model.begin_beams(seq, BeamParams(beams), params)
-
-    def choose(stride: int) -> None:
+@contextmanager
+def model_steps(model: Model, lanes: int, beams: int) -> Iterator[Callable[[], None]]:
+    """Give a function that makes a fed step of so many rows: one sequence for each, or searches of ``beams``."""
+    with ExitStack() as stack:
+        seqs: list[SequenceState] = []
+        for _ in range(lanes // beams):
+            seq = model.alloc_beams(beams, len(SOURCE) + 2, MOST) if beams > 1 else model.alloc_sequence()
+            stack.callback(model.free_sequence, seq)
+            seq.src_lang_id = seq.tgt_lang_id = LANGUAGE
+            seqs.append(seq)
+        model.prefill_batch_chunk([PrefillSlice.whole(SOURCE, seq) for seq in seqs])
+        memory, event = model.alloc_host_pinned(12 * lanes), model.create_event()
+        stack.callback(model.free_host_pinned, memory)
+        stack.callback(model.destroy_event, event)
+        words = memory.array[: 12 * len(seqs)].view(np.int32)
+        base, row_bytes = model.logits_buffer_ptr(), model.logits_row_bytes()
         if beams > 1:
-            rows = [base.offset(index * stride * row_bytes) for index in range(len(seqs))]
-            model.select_beams_to_feed(rows, seqs, words[: len(seqs)], event)
-        else:
-            model.sample_batch_to_feed(base, seqs, words.reshape(3, -1), event)
+            for seq in seqs:
+                model.begin_beams(seq, BeamParams(beams), SamplingParams(eos_ids=(), max_new_tokens=MOST))
 
-    def step() -> None:
-        model.decode_batch_fed([FeedSource(sampled=True)] * len(seqs), seqs)
-        for seq in seqs:
-            seq.seq_len += 1
-        choose(beams)
-        model.event_synchronize(event)
+        def choose(width: int) -> None:
+            if beams > 1:
+                rows = [base.offset(index * width * row_bytes) for index in range(len(seqs))]
+                model.select_beams_to_feed(rows, seqs, words[: len(seqs)], event)
+            else:
+                model.sample_batch_to_feed(base, seqs, words.reshape(3, -1), event)
 
-    choose(1)
-    return step
+        def step() -> None:
+            model.decode_batch_fed([FeedSource(sampled=True)] * len(seqs), seqs)
+            for seq in seqs:
+                seq.seq_len += 1
+            choose(beams)
+            model.event_synchronize(event)
+
+        choose(1)
+        yield step
 
 
 def repeated(step: Callable[[], None], steps: int) -> None:
@@ -173,21 +180,16 @@ def measure(gpu: Silent, model: Model, options: argparse.Namespace) -> Iterator[
     """Yield what was found for each number of lanes."""
     for lanes in options.lanes:
         row: dict[str, Any] = {"lanes": lanes}
-        for beams in (1, 4):
+        for beams in (1, BEAMS):
             if lanes % beams:
                 continue
-            with gpu.silence():
-                step = model_steps(model, lanes, beams)
-                profile = cProfile.Profile()
-                name = "model" if beams == 1 else f"model, {beams} beams"
+            name = "model" if beams == 1 else f"model, {beams} beams"
+            with gpu.silence(), model_steps(model, lanes, beams) as step:
                 row[f"{name}: us"], row[f"{name}: calls"] = timed(gpu, step, options.steps)
                 if options.profile:
+                    profile = cProfile.Profile()
                     profile.runcall(repeated, step, options.steps)
                     pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(25)
-            for slot in range(model.capacity().max_sequences):
-                entry = model._table._live.get(slot)  # type: ignore[attr-defined]  # whatever the steps left
-                if entry is not None:
-                    model.free_sequence(entry[0])
         with gpu.silence():
             row["engine: us"] = engine_us(model, lanes, options.steps)
         yield row
@@ -204,7 +206,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options.lanes = [int(one) for one in options.lanes.split(",")]
     with tempfile.TemporaryDirectory() as work, Silent() as gpu:
         write_checkpoint(Path(work, "tiny"), SHAPES["tiny"], "float32")
-        limits: dict[str, Any] = {"max_batch": max(*options.lanes, 4), "max_source_len": 16, "max_new_tokens": 400}
+        limits: dict[str, Any] = {"max_batch": max(*options.lanes, 4), "max_source_len": 16, "max_new_tokens": MOST}
         replayed = options.step_graphs == "on"
         with metrale.load(Path(work, "tiny"), gpu, "float32", step_graphs=replayed, **limits) as model:
             for row in measure(gpu, model, options):

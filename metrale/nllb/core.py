@@ -54,6 +54,7 @@ class NllbCore(TranslationOnly):
         self.tokenizer: Final = tokenizer
         self.languages: Final = languages or Languages()
         self.legacy_order: Final = legacy_order
+        self.step_graphs: Final = gpu.limits().prefers_graphs if step_graphs is None else step_graphs
         self._lock = threading.RLock()
         with ExitStack() as undo:
             if owns_gpu:
@@ -78,7 +79,7 @@ class NllbCore(TranslationOnly):
             self._logits = LogitsRows(gpu, shape, space["argmax"], prefilling)
             undo.callback(self._logits.free)
             self._graphs: StepGraphs | None = None
-            if gpu.limits().prefers_graphs if step_graphs is None else step_graphs:
+            if self.step_graphs:
                 self._graphs = StepGraphs(gpu)
                 undo.callback(self._graphs.free)
             self._passes = Passes(gpu, shape, params, space, self._logits, decoding, prefilling, feeding, self._graphs)

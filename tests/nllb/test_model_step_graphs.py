@@ -391,9 +391,13 @@ def test_adapters_come_and_go_under_the_same_graphs(shelf: Shelf, gpu: GpuBacken
 
 
 def test_graphs_are_for_devices_that_prefer_them(make_tiny: MakeModel, gpu: GpuBackend) -> None:
-    assert (make_tiny()._graphs is not None) is gpu.limits().prefers_graphs is (gpu.kind() == "cuda")
-    assert make_tiny(step_graphs=False)._graphs is None
-    assert make_tiny(step_graphs=True)._graphs is not None
+    assert make_tiny().step_graphs is gpu.limits().prefers_graphs is (gpu.kind() == "cuda")
+    for wanted in (False, True):
+        model = make_tiny(step_graphs=wanted)
+        assert model.step_graphs is wanted
+        with replays(gpu) as launched:
+            warm(model)
+        assert bool(launched) is wanted
 
 
 @pytest.mark.parametrize("wrong", [1, "on", 0.0])
