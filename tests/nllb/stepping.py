@@ -18,7 +18,7 @@ Found = list[Any]
 Program = Callable[[NllbModel], Found]
 
 LANES: Final = 7
-SIZES: Final = (1, 3, 3, 5, 7, 6, 3, 1, 1, 2, 7, 4, 5, 6, 2, 7)
+SIZES: Final = (1, 3, 3, 5, 7, 6, 1, 1, 7, 4, 2, 5, 2, 7)
 """Lanes of one step after another: they grow and shrink, and come again."""
 
 WARM: Final = SamplingParams(temperature=0.8, top_k=20, repetition_penalty=1.3, seed=11)
