@@ -67,6 +67,8 @@ def test_what_was_used_longest_ago_is_destroyed(gpu: GpuBackend, memory: DeviceP
         assert len(graphs) == 2
         a, b, c = launched[0], launched[1], launched[-1]
         assert launched == [a, b, a, b, c]
+        with pytest.raises(DeviceError, match="expected a live graph"):
+            gpu.launch_graph(a)
         graphs.run("b", works["b"], 0)
         assert launched[-1] == b
         graphs.run("a", works["a"], 0)  # which made room for c
