@@ -86,8 +86,12 @@ def sampling(model: NllbModel) -> Found:
 
 
 def searching(model: NllbModel) -> Found:
-    """Searches of different widths, of which the first leaves half way, beside a sequence without beams."""
-    widths, params = (3, 2), SamplingParams(eos_ids=(2,), max_new_tokens=8)
+    """Searches of which the first leaves half way, beside a sequence without beams: as many rows as in steps before."""
+    ordinary = [prefilled(model, case(lane)) for lane in range(LANES)]
+    for turn in range(2):
+        step_of(model, ordinary, turn)
+    _free(model, ordinary)
+    widths, params = (3, 3), SamplingParams(eos_ids=(2,), max_new_tokens=8)
     seqs: list[SequenceState] = []
     for width in widths:
         seq = model.alloc_beams(width, 5, 8)
