@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from benchmarks.gpu_timing import Clock, Reader
 from benchmarks.peers.protocol import FIRST_WORD, NEW_TOKENS, SOURCE_TOKENS, sources, spread, timings
@@ -47,7 +47,7 @@ class Batch:
             self.free()
             raise
 
-    def __enter__(self) -> Batch:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -107,6 +107,7 @@ def wall_times(model: NllbModel, size: int, repeats: int) -> dict[str, Any]:
         "host_enqueue_ms": spread([ms for run in runs for ms in run["enqueue_ms"]]),
         "same_tokens_each_time": all(run["ids"] == first["ids"] for run in runs),
         "different_tokens": len({token for step in first["ids"] for token in step}),
+        "ids": first["ids"],
     }
 
 

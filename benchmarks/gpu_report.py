@@ -111,6 +111,28 @@ def prefill_table(report: Report) -> str:
     return table([*header, "CTranslate2, first token", "transformers, first token"], rows)
 
 
+def serving_table(report: Report) -> str:
+    """Milliseconds of the steps that the engine makes, the host a step ahead; empty when they were not measured."""
+    rows = []
+    for shape, batch, case in cases(report):
+        serving = found(case, "serving")
+        if serving:
+            rows.append(
+                [
+                    f"{shape} batch {batch}",
+                    ranged(serving["engine"]["step_ms"]),
+                    ranged(serving["fed"]["step_ms"]),
+                    ranged(serving["step_device_ms"]),
+                    ranged(serving["host_enqueue_ms"]),
+                    number(serving["busy"]),
+                    str(serving["graph_launches_per_step"]),
+                    number(serving["engine"]["tokens_per_s"]),
+                ]
+            )
+    header = ["ms per step, a step ahead", "engine", "model's calls", "device alone", "host enqueues", "busy", "graphs"]
+    return table([*header, "tokens/s"], rows) if rows else ""
+
+
 def beams_table(report: Report) -> str:
     """Milliseconds of a step of beam search, beside the peers' and the floor; empty when nobody has measured any."""
     rows = []
@@ -184,7 +206,7 @@ def ops_tables(report: Report) -> str:
 def summary(report: Report) -> str:
     """All comparisons, and what went wrong."""
     problems = "".join(f"\n- {problem}" for problem in report["problems"])
-    parts = [steps_table(report), prefill_table(report), beams_table(report)]
+    parts = [steps_table(report), serving_table(report), prefill_table(report), beams_table(report)]
     return "\n\n".join(filter(None, [*parts, f"Problems:{problems}" if problems else ""]))
 
 

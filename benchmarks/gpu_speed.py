@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import metrale
-from benchmarks import gpu_beams, gpu_report
+from benchmarks import gpu_beams, gpu_report, gpu_serving
 from benchmarks.gpu_check import check
 from benchmarks.gpu_decode import Batch, Busy, device_times, wall_times
 from benchmarks.gpu_floors import FLOP_PER_S, READ_BYTES_PER_S
@@ -48,6 +48,7 @@ SMI_FIELDS: Final = (
     "power.limit,temperature.gpu,pstate"
 )
 PEER_SECONDS: Final = {"ctranslate2": 110.0, "transformers": 150.0}
+STEP_GRAPHS: Final = {"auto": None, "on": True, "off": False}
 PEER_REPEATS: Final = {"ctranslate2": 5, "transformers": 3}
 
 
@@ -65,6 +66,7 @@ class Run:
                 "step": "(total of 64 tokens - total of 1) / 63",
                 "beams": options.beams,
                 "dtype": options.dtype,
+                "step_graphs": options.step_graphs,
                 "weights": "random",
             },
             "floors": {"read_bytes_per_s": READ_BYTES_PER_S, "flop_per_s": FLOP_PER_S},
@@ -127,6 +129,9 @@ def measure_case(run: Run, model: NllbModel, size: int, clock: Clock, reader: Re
         run.problem(f"batch {size}: equal calls chose different tokens")
     host = case["wall"]["host_enqueue_ms"]["median"]
     case["device"] = device_times(model, size, clock, busy, host, options.repeats)
+    case["serving"] = gpu_serving.measure(model, size, clock, busy, options.repeats)
+    for problem in serving_problems(case, model):
+        run.problem(f"batch {size}: {problem}")
     with Batch(model, size) as batch:
         with recording(model.gpu) as prefill:
             tokens = batch.choose(batch.prefill())
@@ -146,6 +151,17 @@ def measure_case(run: Run, model: NllbModel, size: int, clock: Clock, reader: Re
     return case
 
 
+def serving_problems(case: dict[str, Any], model: NllbModel) -> list[str]:
+    """Return what is wrong with the steps that the engine makes; of their ids no more is kept."""
+    serving, found = case["serving"], []
+    if serving.pop("ids") != case["wall"].pop("ids") or not serving["same_tokens_each_time"]:
+        found.append("steps that the device feeds chose other tokens than those that the host feeds")
+    expected = int(model.step_graphs)
+    if serving["graph_launches_per_step"] != expected:
+        found.append(f"a step launches {serving['graph_launches_per_step']} graphs, and not {expected}")
+    return found
+
+
 def measure_shape(run: Run, name: str, folder: Path, gpu: GpuBackend, clock: Clock, reader: Reader) -> None:
     """Load, check and time one checkpoint."""
     options, entry = run.options, run.report["shapes"][name]
@@ -153,6 +169,7 @@ def measure_shape(run: Run, name: str, folder: Path, gpu: GpuBackend, clock: Clo
         "max_batch": max(*options.batches, CHECK_SOURCES),
         "max_source_len": LONG_SOURCE,
         "max_new_tokens": NEW_TOKENS + 2,
+        "step_graphs": STEP_GRAPHS[options.step_graphs],
     }
     start = time.perf_counter()
     with metrale.load(folder, gpu, options.dtype, **limits) as model:
@@ -192,6 +209,7 @@ def measure_beams(run: Run, name: str, folder: Path, gpu: GpuBackend, clock: Clo
         "max_batch": options.beams * max(batches),
         "max_source_len": SOURCE_TOKENS,
         "max_new_tokens": NEW_TOKENS + 2,
+        "step_graphs": STEP_GRAPHS[options.step_graphs],
     }
     with metrale.load(folder, gpu, options.dtype, **limits) as model:
         busy = Busy(clock, reader)
@@ -288,6 +306,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", "--shape", default="600M,3.3B", help=f"shapes, of {', '.join(SHAPES)}")
     parser.add_argument("--batches", default="1,8,64", help="batch sizes")
     parser.add_argument("--beams", type=int, default=4, help="width of the beam searches; 0: none")
+    parser.add_argument("--step-graphs", default="auto", choices=tuple(STEP_GRAPHS), help="whether steps are replayed")
     parser.add_argument("--peers", default="ct2,hf", help="of ct2 and hf, or none")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each kind")
     parser.add_argument("--op-repeats", type=int, default=15, help="replays of each kind of launch")

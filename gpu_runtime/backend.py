@@ -262,6 +262,13 @@ class GpuBackend(abc.ABC):
         What replayed graphs do is not in it.
         """
 
+    @abc.abstractmethod
+    def is_watched(self) -> bool:
+        """Return whether somebody wants to know of every launch, so that a graph should not hide any.
+
+        That is so while a `launch_trace` is open or `debug_sync_kernels` is set, and always on a backend with faults.
+        """
+
     # products
 
     @abc.abstractmethod

@@ -27,6 +27,8 @@ class Limits:
     pad_batches : bool
         Whether it pays to run a few batch sizes alone, the others padded to them: where preparing a launch of a new
         shape takes longer than the spare rows do.
+    prefers_graphs : bool
+        Whether launching a graph takes the host less time than enqueuing again what it holds.
     """
 
     compute_capability: tuple[int, int]
@@ -38,6 +40,7 @@ class Limits:
     gemm_workspace_bytes: int = 0
     runs_ahead: bool = False
     pad_batches: bool = False
+    prefers_graphs: bool = False
 
 
 MINIMUM = Limits(compute_capability=(8, 0), sm_count=108, max_shared_bytes=99 * 1024)

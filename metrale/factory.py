@@ -57,6 +57,7 @@ def load(
     source: str | int | None = None,
     target: str | int | None = None,
     legacy_order: bool = False,
+    step_graphs: bool | None = None,
 ) -> NllbModel:
     """Load an NLLB-200 or M2M-100 checkpoint in Hugging Face format.
 
@@ -83,6 +84,10 @@ def load(
         Whether the encoder gets a text's language after the text instead of before it, for models that were trained
         so. When a checkpoint's ``legacy_behaviour`` asks for it and the caller does not, it is not done, and a warning
         says so.
+    step_graphs : bool or None
+        Whether decode steps that come again are captured as graphs of the device and replayed, which changes no bit of
+        a result and takes the host a fraction of the time. None: on a GPU, and not on the host. docs/performance.md
+        says when a step is launched op by op all the same.
 
     Raises
     ------
@@ -96,6 +101,8 @@ def load(
         When the device cannot be opened; it says why. Only ``"auto"`` ever takes another device instead.
     """
     legacy_order = flag("legacy_order", legacy_order)
+    if step_graphs is not None:
+        step_graphs = flag("step_graphs", step_graphs)
     folders = _adapter_folders(adapters)
     room = len(folders) if max_adapters is None else max_adapters
     limits = ServingLimits(max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes, room, max_lora_rank)
@@ -129,6 +136,7 @@ def load(
                 tokenizer=tokenizer,
                 owns_gpu=owns_gpu,
                 legacy_order=legacy_order,
+                step_graphs=step_graphs,
             )
             undo.pop_all()  # from here on the model closes the backend that was opened for it
             undo.push(model)

@@ -196,11 +196,15 @@ class CudaBackend(MemoryCalls):
         self._debug_sync = bool(on)
         self._look_for_watchers()
 
+    def is_watched(self) -> bool:
+        self._check_open()
+        return bool(self._debug_sync or self._faults or self._traces.active)
+
     def _look_for_watchers(self) -> None:
         """Let launches take the short way when nobody wants to hear of them."""
         with self._lock:
-            watched = self._debug_sync or self._faults or self._traces.active or self._lifetime.refusal
-            self._pass = None if watched else self._unwatched
+            short = not self._lifetime.refusal and not self.is_watched()
+            self._pass = self._unwatched if short else None
 
     # products
 

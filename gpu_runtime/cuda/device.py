@@ -70,6 +70,7 @@ def limits_of(device: int) -> Limits:
         gemm_workspace_bytes=GEMM_WORKSPACE_BYTES,
         runs_ahead=True,
         pad_batches=True,
+        prefers_graphs=True,
     )
 
 

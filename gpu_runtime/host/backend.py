@@ -181,6 +181,10 @@ class HostBackend(ProductCalls):
         self._check_open()
         self._debug_sync = bool(on)
 
+    def is_watched(self) -> bool:
+        self._check_open()
+        return bool(self._debug_sync or self._faults or self._traces.active)
+
     def bind_to_thread(self) -> None:
         self._check_open()
 

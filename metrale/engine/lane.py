@@ -27,6 +27,8 @@ class Lane:
         The last of ``ids`` when the next step must take it from the host; None when it is on the device.
     adapter : int
         The reference that it has to an adapter of the model, or -1.
+    is_search : bool
+        Whether the sequence is searched with beams.
     """
 
     handle: RequestHandle
@@ -37,20 +39,19 @@ class Lane:
     pending: int | None = None
     adapter: int = -1
     ended: bool = False
+    is_search: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_search = self.handle.request.beams is not None
 
     @property
     def priority(self) -> int:
         return self.handle.request.priority
 
     @property
-    def is_search(self) -> bool:
-        """Whether the sequence is searched with beams."""
-        return self.handle.request.beams is not None
-
-    @property
     def rows(self) -> int:
         """Rows of the next step: one for each beam, once the beams differ."""
-        return self.handle.request.width if self.chosen else 1
+        return self.handle.request.width if self.is_search and self.chosen else 1
 
     @property
     def is_complete(self) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +24,12 @@ from gpu_runtime.pointer import DevicePtr
 from metrale.engine.lane import Lane
 from metrale.model import GREEDY, FeedSource, Model, PrefillSlice, SequenceState
 
-_RESULTS = 3  # id, log-probability, flags
+_RESULTS: Final = 3  # id, log-probability, flags
+_SAMPLED: Final = FeedSource(sampled=True)
+_IS_SEARCH: Final = attrgetter("is_search")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a step chose for one lane, or the flags of its search, which has no token then."""
 
     lane: Lane
@@ -113,8 +116,8 @@ class Steps:
         list of Failure
             The lanes that the step gives no token, one perhaps twice. What their sequences hold is not known.
         """
-        first = sorted(decoding, key=lambda lane: not lane.is_search)
-        last = sorted(joining, key=lambda lane: lane.is_search)
+        first = sorted(decoding, key=_IS_SEARCH, reverse=True)  # which keeps the order of equal ones
+        last = sorted(joining, key=_IS_SEARCH)
         with self._model.exclusive():  # the rows are everybody's until the tokens are chosen
             lanes, failures = self._forward(first, last)
             if not lanes:
@@ -265,7 +268,7 @@ def _repeated(call: Callable[[], None], times: int) -> Exception | None:
 
 def _fed(lanes: Sequence[Lane]) -> tuple[list[FeedSource], list[SequenceState]]:
     """Return where each lane's next input id comes from, and the lanes' sequences."""
-    sources = [FeedSource(sampled=True) if one.pending is None else FeedSource(token=one.pending) for one in lanes]
+    sources = [_SAMPLED if one.pending is None else FeedSource(token=one.pending) for one in lanes]
     return sources, [one.seq for one in lanes]
 
 

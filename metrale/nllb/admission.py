@@ -143,7 +143,24 @@ class Admission:
             raise InvalidInput(argument, f"a language id, since load() was given no default {keyword}=", 0)
         return default
 
-    def decodable(self, seq: SequenceState) -> Span:
+    def decodable(self, seqs: Sequence[SequenceState]) -> list[Span]:
+        """Return the spans of sequences that can each take another token. Raises as `_decodable`, for the first."""
+        most, spans = self._shape.limits.target_positions, []
+        for seq in seqs:
+            span = self._table.live(seq)  # a step has many sequences, and next to none that is refused
+            if (
+                span is None
+                or not span.source_len
+                or type(seq.adapter_slot) is not int
+                or not (seq.adapter_slot == span.adapter == -1)
+                or not 0 < seq.seq_len < most
+                or seq.seq_len >= span.target_room
+            ):
+                span = self._decodable(seq)
+            spans.append(span)
+        return spans
+
+    def _decodable(self, seq: SequenceState) -> Span:
         """Return the span of a sequence that can take another token.
 
         Raises
@@ -162,6 +179,14 @@ class Admission:
         if seq.seq_len == most:
             raise SequenceError(f"decode: the sequence in slot {seq.slot_idx} is full: it has {most} decoder positions")
         return span
+
+    def check_prefilled(self, call: str, seqs: Sequence[SequenceState]) -> None:
+        """Refuse sequences without keys and values, as `prefilled` does."""
+        most = self._shape.limits.target_positions
+        for seq in seqs:
+            span = self._table.live(seq)
+            if span is None or not span.source_len or not 0 < seq.seq_len <= most or seq.seq_len > span.target_room:
+                self.prefilled(call, seq)
 
     def prefilled(self, call: str, seq: SequenceState) -> Span:
         """Return the span of a sequence that has keys and values; an error names ``call``.
@@ -183,8 +208,7 @@ class Admission:
 
     def target_positions(self, span: Span) -> int:
         """Return how many decoder positions a prefilled sequence has, or each of its beams."""
-        room = span.beam_positions or span.positions - span.source_len
-        return min(self._shape.limits.target_positions, room)
+        return min(self._shape.limits.target_positions, span.target_room)
 
     @staticmethod
     def check_distinct(seqs: Sequence[SequenceState], argument: str) -> None:

@@ -65,8 +65,7 @@ class BeamCalls(FeedCalls):
         with self._lock:
             self._check_open()
             integer("seqs: length", len(seqs), 1)
-            for seq in seqs:
-                self._admission.prefilled("select_beams_to_feed", seq)
+            self._admission.check_prefilled("select_beams_to_feed", seqs)
             self._admission.check_distinct(seqs, "seqs")
             self._beams.select(rows, seqs, dst, event, stream)
 

@@ -26,6 +26,7 @@ from metrale.nllb.passes import Passes
 from metrale.nllb.plan import MemoryPlan, check_launches, check_memory, check_pool, plan_memory
 from metrale.nllb.sequences import SequenceTable
 from metrale.nllb.slot_rules import SlotRules
+from metrale.nllb.step_graphs import StepGraphs
 from metrale.nllb.tokenizer import Tokenizer
 from metrale.nllb.turns import Turn
 from metrale.nllb.unsupported import TranslationOnly
@@ -47,6 +48,7 @@ class NllbCore(TranslationOnly):
         tokenizer: Tokenizer | None = None,
         owns_gpu: bool = False,
         legacy_order: bool = False,
+        step_graphs: bool | None = None,
     ) -> None:
         self.shape: Final = shape
         self.config: Final = shape.config
@@ -55,6 +57,7 @@ class NllbCore(TranslationOnly):
         self.languages: Final = languages or Languages()
         self.legacy_order: Final = legacy_order
         self._owns_gpu = owns_gpu
+        self.step_graphs: Final = gpu.limits().prefers_graphs if step_graphs is None else step_graphs
         self._lock = threading.RLock()
         with ExitStack() as undo:
             if owns_gpu:
@@ -78,7 +81,11 @@ class NllbCore(TranslationOnly):
             decoding, prefilling, feeding = turns
             self._logits = LogitsRows(gpu, shape, space["argmax"], prefilling)
             undo.callback(self._logits.free)
-            self._passes = Passes(gpu, shape, params, space, self._logits, decoding, prefilling, feeding)
+            self._graphs: StepGraphs | None = None
+            if self.step_graphs:
+                self._graphs = StepGraphs(gpu)
+                undo.callback(self._graphs.free)
+            self._passes = Passes(gpu, shape, params, space, self._logits, decoding, prefilling, feeding, self._graphs)
             self._rules = rules = SlotRules(gpu, shape, space, self._passes)
             undo.callback(rules.free)
             self._feed = TokenFeed(gpu, shape, space, self._logits, self._passes, rules)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -16,14 +17,30 @@ from metrale.nllb.device_weights import DeviceWeights
 from metrale.nllb.kv import Span
 from metrale.nllb.layers import Rows
 from metrale.nllb.limits import ModelShape
+from metrale.nllb.step_graphs import StepGraphs
 from metrale.nllb.workspace import Workspace
 
 Observer = Callable[[Rows, int, Mapping[str, DevicePtr]], None]
 """What looks on in a pass: it is told the activations, the layer, and the columns of the pass' table."""
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
+_COLUMNS: Final = (
+    "ids",
+    "cells",
+    "positions",
+    "self_lengths",
+    "cross_lengths",
+    "adapters",
+    "ancestry",
+    "beam_positions",
+    "self_spans",
+    "write_spans",
+    "cross_spans",
+)
+"""The columns of `metrale.nllb.workspace.DECODER_COLUMNS`, in the order in which `Decoder` fills them."""
+
+
+class Feed(NamedTuple):
     """Tokens that one sequence, or one beam of it, feeds in a pass: ``ids[i]`` goes to target position ``first + i``.
 
     Attributes
@@ -47,6 +64,38 @@ class Feed:
     ancestry: int = -1
 
 
+class Pass(NamedTuple):
+    """All that the launches of a pass depend on, but for what its table holds: passes that are equal launch the same.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of the pass, spare ones included.
+    heads : int
+        Rows that have logits.
+    depth : int
+        Of how many rows each, the last has them.
+    logits : int
+        Where they go; NULL leaves them out.
+    searched : bool
+        Whether a row has an ancestry.
+    adapted : bool
+        Whether a row has an adapter.
+    """
+
+    rows: int
+    heads: int
+    depth: int
+    logits: int
+    searched: bool
+    adapted: bool
+
+    @property
+    def body(self) -> Pass:
+        """The pass without the output head."""
+        return self._replace(heads=0, depth=1, logits=NULL)
+
+
 class Decoder:
     """Enqueues decoder passes. It owns no memory; passes that may overlap must not share a side of a workspace.
 
@@ -58,6 +107,8 @@ class Decoder:
     workspace : Workspace
     side : {"prefix", "decoder"}
         Whose activations it uses. Steps of ``"decoder"`` may be padded, and may take ids from cells.
+    graphs : StepGraphs or None
+        Where passes are kept as graphs; None: their launches are enqueued one by one.
 
     Attributes
     ----------
@@ -66,13 +117,20 @@ class Decoder:
     """
 
     def __init__(
-        self, gpu: GpuBackend, shape: ModelShape, weights: DeviceWeights, workspace: Workspace, side: str
+        self,
+        gpu: GpuBackend,
+        shape: ModelShape,
+        weights: DeviceWeights,
+        workspace: Workspace,
+        side: str,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self._gpu = gpu
         self._shape = shape
         self._weights = weights
         self._workspace = workspace
         self._side = side
+        self._graphs = graphs
         self.hidden = workspace[f"{side}.hidden"]
         self._cells: dict[str, int] = {}
         self._ancestry: dict[str, int] = {}
@@ -116,37 +174,55 @@ class Decoder:
         depth, lanes = len(feeds[0].ids), len(feeds)
         if self._spares:
             feeds = [*feeds, *self._spares[: self._shape.step_rows(lanes) - lanes]]
-        positions = np.array([feed.first + step for feed in feeds for step in range(depth)])
-        adapters = np.repeat([feed.span.adapter for feed in feeds], depth)
-        sources = [feed.span.source_len or 1 for feed in feeds]  # a spare row attends to the position that it writes
-        table = self._workspace.tables[self._side].upload(
-            stream,
-            ids=np.array([token for feed in feeds for token in feed.ids]),
-            cells=np.repeat([feed.cell for feed in feeds], depth),
-            positions=positions,
-            adapters=adapters,
-            self_lengths=positions + 1,
-            cross_lengths=np.repeat(sources, depth),
-            self_spans=np.repeat(np.array([feed.span.target() for feed in feeds], dtype=np.uint64), depth),
-            write_spans=np.repeat(np.array([feed.span.target(feed.beam) for feed in feeds], np.uint64), depth),
-            ancestry=np.repeat([feed.ancestry for feed in feeds], depth),
-            beam_positions=np.repeat([feed.span.beam_positions for feed in feeds], depth),
-            cross_spans=np.repeat(np.array([int(feed.span.ptr) for feed in feeds], dtype=np.uint64), depth),
+        self._upload(feeds, stream)
+        work = Pass(
+            rows=len(feeds) * depth,
+            heads=lanes * depth if of_all else lanes,
+            depth=1 if of_all else depth,
+            logits=int(logits),
+            searched=any(feed.ancestry >= 0 for feed in feeds),
+            adapted=any(feed.span.adapter >= 0 for feed in feeds),
         )
+        if self._graphs is None or observe is not None:
+            self._enqueue(work, observe, stream)
+        elif work.heads == work.rows:
+            self._graphs.run(work, partial(self._enqueue, work, None), stream)
+        else:  # the head of the lanes alone, by itself: a row past them may be another's, and a graph serves them all
+            self._graphs.run(work.body, partial(self._enqueue, work.body, None), stream)
+            self._head(self._rows(work, stream), work)
+
+    def _upload(self, feeds: Sequence[Feed], stream: StreamLike) -> None:
+        """Enqueue the copy of the pass' table: a row for each id."""
+        values: list[int] = []  # flat, and made an array at once: a step has many rows, and the device may wait for it
+        for ids, first, span, cell, beam, ancestry in feeds:
+            source = int(span.ptr)
+            own = span.target()
+            written = own + beam * span.beam_positions * span.position_bytes
+            length = span.source_len or 1  # a spare row attends to the position that it writes
+            for position, token in enumerate(ids, first):
+                values += (token, cell, position, position + 1, length)
+                values += (span.adapter, ancestry, span.beam_positions, own, written, source)
+        columns = np.fromiter(values, np.int64, len(values)).reshape(-1, len(_COLUMNS)).T
+        self._workspace.tables[self._side].upload(stream, **dict(zip(_COLUMNS, columns, strict=True)))
+
+    def _rows(self, work: Pass, stream: StreamLike) -> Rows:
+        return Rows.of(self._gpu, self._shape, self._workspace, self._side, work.rows, stream)
+
+    def _enqueue(self, work: Pass, observe: Observer | None, stream: StreamLike) -> None:
+        """Enqueue the launches of a pass, whose table is or will be there."""
+        table = self._workspace.tables[self._side].places
         cells = {**self._cells, "cell_index": table["cells"]} if self._cells else {}
         ancestry: dict[str, int] = {}
-        if any(feed.ancestry >= 0 for feed in feeds):  # without beams, the launches know nothing of them
+        if work.searched:  # without beams, the launches know nothing of them
             places = {"ancestry_index": table["ancestry"], "beam_positions": table["beam_positions"]}
             ancestry = {**self._ancestry, **places}
         weights = self._weights
-        rows = Rows.of(self._gpu, self._shape, self._workspace, self._side, len(feeds) * depth, stream)
-        rows = rows.adapted(table["adapters"], adapters)
+        rows = self._rows(work, stream).adapted(table["adapters"], work.adapted)
         rows.embed(table["ids"], table["positions"], weights.target_embedding, weights.position_table, **cells)
         for index in range(len(weights.decoder)):
             self._layer(rows, index, table, ancestry, observe)
         rows.norm(weights.decoder_norm, self.hidden)
-        if logits:
-            self._head(rows, lanes * depth if of_all else lanes, 1 if of_all else depth, logits)
+        self._head(rows, work)
 
     def _layer(
         self,
@@ -207,20 +283,22 @@ class Decoder:
             **ancestry,
         )
 
-    def _head(self, rows: Rows, count: int, depth: int, logits: DevicePtr) -> None:
-        """Multiply the last of each ``depth`` rows, ``count`` times, with the output head."""
+    def _head(self, rows: Rows, work: Pass) -> None:
+        """Multiply the last of each ``depth`` rows with the output head, unless the pass has no logits."""
+        if not work.logits:
+            return
         shape = self._shape
         d = shape.config.d_model
         ops.linear(
             self._gpu,
-            self.hidden.offset((depth - 1) * d * shape.itemsize),
+            self.hidden.offset((work.depth - 1) * d * shape.itemsize),
             self._weights.head,
             NULL,
-            logits,
-            rows=count,
+            work.logits,
+            rows=work.heads,
             n=shape.vocab,
             k=d,
-            x_stride=depth * d,
+            x_stride=work.depth * d,
             out_stride=shape.logits_stride,
             dtype=shape.dtype,
             workspace=rows.gemm.workspace,

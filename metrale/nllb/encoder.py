@@ -52,7 +52,7 @@ class Encoder:
         )
         weights, config = self._weights, self._shape.config
         rows = Rows.of(self._gpu, self._shape, self._workspace, "encoder", int(lengths.sum()), stream)
-        rows = rows.adapted(table["adapters"], adapters)
+        rows = rows.adapted(table["adapters"], bool((adapters >= 0).any()))
         rows.embed(table["ids"], table["places"], weights.source_embedding, weights.position_table)
         for layer in weights.encoder:
             rows.norm(layer.norm)

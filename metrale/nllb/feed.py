@@ -29,6 +29,11 @@ _LENGTH, _NGRAM, _MODE, _MASK, _CELL, _FORCED = map(
     COUNT_COLUMNS.index, ("length", "ngram", "mode", "mask0", "cell", "forced")
 )
 _PENALTY: Final = SETTING_COLUMNS.index("penalty")
+_LATE: Final = ("given", "least", "withheld", "last", "last_id")
+"""For each slot what depends on how many ids were generated: the ids that do not count; how many there must be before
+EOS may come, and the bits of the mode until then; the count at which an id is forced, and which."""
+_GIVEN, _LEAST, _WITHHELD, _LAST, _LAST_ID = range(len(_LATE))
+_NEVER: Final = -(1 << 31)
 
 
 class TokenFeed:
@@ -65,10 +70,13 @@ class TokenFeed:
         self._rules = rules
         slots = shape.limits.max_batch
         self._capacity = shape.limits.target_positions
+        self._first_slot = shape.logits_rows  # the cell of slot 0
         self._greedy_rows = 0  # rows of the last argmax
         self._owners: dict[int, tuple[SequenceState, SamplingParams]] = {}
         self._sampled: dict[int, SequenceState] = {}
         self._counts = np.zeros((slots, len(COUNT_COLUMNS)), dtype=np.int32)
+        self._late = np.zeros((slots, len(_LATE)), dtype=np.int32)
+        self._remembering: set[int] = set()  # slots whose ids depend on those before
         self._settings = np.zeros((slots, len(SETTING_COLUMNS)), dtype=np.float32)
         self._seeds = np.zeros(slots, dtype=np.uint64)
         for name, size in feed_state(shape).items():
@@ -76,25 +84,28 @@ class TokenFeed:
 
     # cells
 
-    def cell(self, source: FeedSource, seq: SequenceState, argument: str) -> int:
-        """Return the cell that a source stands for; -1 for a token of its own.
+    def cell(self, source: FeedSource, seq: SequenceState, index: int) -> int:
+        """Return the cell that ``sources[index]`` stands for; -1 for a token of its own.
 
         Raises
         ------
         InvalidInput
             When no id has been chosen for it.
         """
+        argument = f"sources[{index}]"
         if not isinstance(source, FeedSource):
             raise InvalidInput(argument, "a FeedSource", source)
+        if source.sampled:
+            if self._sampled.get(seq.slot_idx) is not seq:
+                raise InvalidInput(
+                    argument, "a sequence for which sample_batch_to_feed has chosen an id", "sampled=True"
+                )
+            return self._first_slot + seq.slot_idx
         if source.token is not None:
             token_id(f"{argument}.token", source.token, self._shape.vocab)
             return -1
-        if source.from_row is not None:
-            expected = f"a row of the last argmax_batch_to_feed, which had {self._greedy_rows}"
-            return integer(f"{argument}.from_row", source.from_row, 0, self._greedy_rows - 1, expected)
-        if self._sampled.get(seq.slot_idx) is not seq:
-            raise InvalidInput(argument, "a sequence for which sample_batch_to_feed has chosen an id", "sampled=True")
-        return self._shape.logits_rows + seq.slot_idx
+        expected = f"a row of the last argmax_batch_to_feed, which had {self._greedy_rows}"
+        return integer(f"{argument}.from_row", source.from_row, 0, self._greedy_rows - 1, expected)
 
     # how ids are chosen
 
@@ -106,22 +117,28 @@ class TokenFeed:
 
     def _set(self, seq: SequenceState, slot: int, params: SamplingParams) -> None:
         mode = self._rules.mode(params, withhold_eos=False) | (KEEP if params.needs_history else 0)
-        top_k, cell = min(params.top_k, self._shape.vocab), self._shape.logits_rows + slot
+        top_k, cell = min(params.top_k, self._shape.vocab), self._first_slot + slot
         self._counts[slot] = (slot, 0, top_k, params.no_repeat_ngram_size, mode, -1, -1, cell, -1)
+        least, last, last_id = params.min_new_tokens, _NEVER, -1
+        if params.forced_eos_id is not None and params.max_new_tokens is not None:
+            last, last_id = params.max_new_tokens - 1, params.forced_eos_id
+        withheld = self._rules.mode(params, withhold_eos=True)
+        self._late[slot] = (given_len(seq.prompt_len), least, withheld, last, last_id)
         self._settings[slot] = (params.temperature, params.top_p, params.min_p, params.repetition_penalty)
         self._seeds[slot] = params.seed
         self._owners[slot] = (seq, params)
+        (self._remembering.add if params.needs_history else self._remembering.discard)(slot)
         self._sampled.pop(slot, None)
 
     def fed_history(self, feeds: Sequence[Feed], seqs: Sequence[SequenceState]) -> list[Copy]:
         """Return the copies that put a step's ids into the histories, but for ids that `sample` has put there."""
-        if not any(params.needs_history for _, params in self._owners.values()):
+        if not self._remembering:
             return []  # so it is as a rule, and a step may have many rows
         ids, cells = self._space.tables["decoder"].places["ids"], self._space["feed.cells"]
         copies = []
         for row, (feed, seq) in enumerate(zip(feeds, seqs, strict=True)):
             owner, params = self._owners.get(seq.slot_idx, (None, GREEDY))
-            own_cell = self._shape.logits_rows + seq.slot_idx
+            own_cell = self._first_slot + seq.slot_idx
             if owner is seq and params.needs_history and feed.cell != own_cell:
                 source = ids.offset(4 * row) if feed.cell < 0 else cells.offset(4 * feed.cell)
                 place = self._space["feed.history"].offset(4 * (seq.slot_idx * self._capacity + feed.first))
@@ -131,6 +148,7 @@ class TokenFeed:
     def forget(self, seq: SequenceState) -> None:
         """Choose greedily again for a sequence that begins anew, of which nothing has been chosen."""
         self._owners.pop(seq.slot_idx, None)
+        self._remembering.discard(seq.slot_idx)
         self._sampled.pop(seq.slot_idx, None)
 
     def move(self, seq: SequenceState, new: int) -> None:
@@ -148,6 +166,7 @@ class TokenFeed:
                 base = self._space[name]
                 self._gpu.copy_d2d_async(base.offset((first + old) * item), base.offset((first + new) * item), item)
         del self._owners[old]
+        self._remembering.discard(old)
         sampled = self._sampled.pop(old, None) is seq
         self._set(seq, new, params)
         if sampled:
@@ -166,22 +185,17 @@ class TokenFeed:
     ) -> None:
         """See `metrale.model.ModelDeviceFeed.sample_batch_to_feed`. The sequences have been checked."""
         pinned_results(dst, (3, len(seqs)))
-        for seq in seqs:
-            if self._owners.get(seq.slot_idx, (None,))[0] is not seq:
-                self._set(seq, seq.slot_idx, GREEDY)
         slots = [seq.slot_idx for seq in seqs]
-        counts = self._counts[slots]
+        for slot, seq in zip(slots, seqs, strict=True):
+            if self._owners.get(slot, (None,))[0] is not seq:
+                self._set(seq, slot, GREEDY)
+        counts, late = self._counts[slots], self._late[slots]
         counts[:, _LENGTH] = [seq.seq_len for seq in seqs]
-        counts[:, _MODE] |= LOGPROB if logprobs else 0
-        for row, seq in zip(counts, seqs, strict=True):
-            params = self._owners[seq.slot_idx][1]
-            count = seq.seq_len - given_len(seq.prompt_len)  # ids that were generated so far
-            row[_MODE] |= self._rules.mode(params, withhold_eos=count < params.min_new_tokens)
-            if params.forced_eos_id is not None and count + 1 == params.max_new_tokens:
-                row[_FORCED] = params.forced_eos_id
+        generated = counts[:, _LENGTH] - late[:, _GIVEN]  # ids so far
+        counts[:, _MODE] |= np.where(generated < late[:, _LEAST], late[:, _WITHHELD], 0) | (LOGPROB if logprobs else 0)
+        counts[:, _FORCED] = np.where(generated == late[:, _LAST], late[:, _LAST_ID], -1)
         self._choose(logits, counts, self._settings[slots], self._seeds[slots], dst, event, stream)
-        for seq in seqs:
-            self._sampled[seq.slot_idx] = seq
+        self._sampled.update(zip(slots, seqs, strict=True))
 
     def score(self, logits: int, ids: Sequence[int], dst: NDArray[Any], event: int, stream: StreamLike) -> None:
         """Enqueue the log-probability of ``ids[i]`` in row ``i`` from ``logits``, under the unprocessed logits.

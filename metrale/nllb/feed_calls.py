@@ -58,17 +58,18 @@ class FeedCalls(ForwardCalls):
         self, sources: Sequence[FeedSource], seqs: Sequence[SequenceState]
     ) -> tuple[list[Feed], list[SequenceState]]:
         """Return what each row of a fed step feeds, and the sequence that it belongs to."""
-        spans = [self._admission.decodable(seq) for seq in seqs]
+        spans = self._admission.decodable(seqs)
         feeds: list[Feed] = []
         owners: list[SequenceState] = []
         for index, (source, seq, span) in enumerate(zip(sources, seqs, spans, strict=True)):
-            argument = f"sources[{index}]"
             if self._beams.searches(seq):
-                feeds += self._beams.feeds(source, seq, span, argument)
+                beams = self._beams.feeds(source, seq, span, f"sources[{index}]")
+                feeds += beams
+                owners += [seq] * len(beams)
             else:
-                cell = self._feed.cell(source, seq, argument)
+                cell = self._feed.cell(source, seq, index)
                 feeds.append(Feed((source.token or 0,), seq.seq_len, span, cell))
-            owners += [seq] * (len(feeds) - len(owners))
+                owners.append(seq)
         return feeds, owners
 
     def argmax_batch_to_feed(
@@ -106,8 +107,8 @@ class FeedCalls(ForwardCalls):
         with self._lock:
             self._check_open()
             integer("seqs: length", len(seqs), 1)
+            self._admission.check_prefilled("sample_batch_to_feed", seqs)
             for seq in seqs:
-                self._admission.prefilled("sample_batch_to_feed", seq)
                 self._beams.refuse("sample_batch_to_feed", seq)
             self._admission.check_distinct(seqs, "seqs")
             self._feed.sample(logits, seqs, dst, event, stream, logprobs)

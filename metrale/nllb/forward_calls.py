@@ -186,7 +186,7 @@ class ForwardCalls(NllbCore):
     def _feeds(self, argument: str, tokens: Sequence[int], seqs: Sequence[SequenceState]) -> list[Feed]:
         ids = token_ids(argument, tokens, self.shape.vocab)
         self._check_lanes(argument, len(ids), seqs)
-        spans = [self._admission.decodable(seq) for seq in seqs]
+        spans = self._admission.decodable(seqs)
         for seq in seqs:
             self._beams.refuse("decode", seq)  # the ids of beams are on the device alone
         return [Feed((token,), seq.seq_len, span) for token, seq, span in zip(ids, seqs, spans, strict=True)]

@@ -50,6 +50,11 @@ class Span:
     beams: int = 1
     beam_positions: int = 0
 
+    @property
+    def target_room(self) -> int:
+        """Target positions of each beam."""
+        return self.beam_positions or self.positions - self.source_len
+
     def target(self, beam: int = 0) -> int:
         """Return the address of a beam's first target position: a plain int, as steps ask for many of them."""
         return int(self.ptr) + (self.source_len + beam * self.beam_positions) * self.position_bytes

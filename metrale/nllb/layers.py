@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, Self
-
-from numpy.typing import NDArray
+from typing import Final, Self
 
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
@@ -64,12 +62,12 @@ class Rows:
         low = space[f"{side}.low"] if shape.limits.max_adapters else DevicePtr.NULL
         return cls(gpu, shape, x, h, wide, space.gemm[side], count, stream, low)
 
-    def adapted(self, column: DevicePtr, slots: NDArray[Any]) -> Self:
-        """Return the rows with their adapters: ``slots``, which the device finds at ``column``.
+    def adapted(self, column: DevicePtr, some: bool) -> Self:
+        """Return the rows with their adapters, whose slots the device finds at ``column``, if ``some`` have one.
 
         Where no row has one, the products are those of the base model, launch for launch.
         """
-        return replace(self, adapters=column) if (slots >= 0).any() else self
+        return replace(self, adapters=column) if some else self
 
     def part(self, first: int, count: int) -> Self:
         """Return some of the rows, with ``h`` from row ``first`` on and the whole of ``wide``."""

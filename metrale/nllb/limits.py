@@ -15,6 +15,8 @@ from metrale.nllb.embeddings import TIED, Tables
 
 _MOST_ENCODER_TOKENS: Final = 16384
 
+WIDE_STEP: Final = 64
+"""What the rows of steps above the last rung of the batch ladder are multiples of."""
 WORD_ROOM: Final = 1024
 """Ints of a slot's table of bad words: two, and for each word its ids and one more."""
 MOST_COUNT: Final = (1 << 31) - 1
@@ -104,7 +106,8 @@ class ModelShape:
     gemm_workspace_bytes : int
         Workspace with which the device's products run best (`gpu_runtime.limits.Limits`).
     pad_batches : bool
-        Whether decode steps are padded to the rungs of `metrale.model.BATCH_LADDER`.
+        Whether decode steps are padded: to the rungs of `metrale.model.BATCH_LADDER`, and above them to multiples of
+        `WIDE_STEP`, so that there are a few sizes of steps.
     tables : Tables
         The matrices of embedding and head.
     """
@@ -155,12 +158,15 @@ class ModelShape:
 
     def step_rows(self, lanes: int) -> int:
         """Return the rows of a decode step of ``lanes`` sequences, at most ``max_batch``."""
-        return min(padded_batch_n(lanes), self.limits.max_batch) if self.pad_batches else lanes
+        if not self.pad_batches:
+            return lanes
+        rows = padded_batch_n(lanes) if lanes <= BATCH_LADDER[-1] else -(-lanes // WIDE_STEP) * WIDE_STEP
+        return min(rows, self.limits.max_batch)
 
     @property
     def spare_rows(self) -> int:
         """The most rows that padding adds to a decode step."""
-        largest = min(self.limits.max_batch, BATCH_LADDER[-1])  # above the last rung nothing is padded
+        largest = min(self.limits.max_batch, BATCH_LADDER[-1] + 1)  # nothing above that is padded more
         return max(self.step_rows(lanes) - lanes for lanes in range(1, largest + 1))
 
     @property

@@ -37,6 +37,8 @@ class NllbModel(LifecycleCalls, ScoringCalls, LogitsCalls, AdapterCalls, StreamC
         Whether `close` closes the backend.
     legacy_order : bool
         Whether a source's language follows it; see `metrale.nllb.source.framed`.
+    step_graphs : bool or None
+        Whether decode steps are captured and replayed (`metrale.nllb.step_graphs`). None: where the device prefers it.
 
     Raises
     ------

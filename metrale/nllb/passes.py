@@ -22,6 +22,7 @@ from metrale.nllb.encoder import Encoder
 from metrale.nllb.kv import Span
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.logits import LogitsRows
+from metrale.nllb.step_graphs import StepGraphs
 from metrale.nllb.turns import Turn
 from metrale.nllb.workspace import Workspace
 
@@ -52,6 +53,8 @@ class Passes:
     space : Workspace
     logits : LogitsRows
     decoding, prefilling, feeding : Turn
+    graphs : StepGraphs or None
+        Where decode steps are kept as graphs; None: their launches are enqueued one by one.
 
     Attributes
     ----------
@@ -71,6 +74,7 @@ class Passes:
         decoding: Turn,
         prefilling: Turn,
         feeding: Turn,
+        graphs: StepGraphs | None,
     ) -> None:
         self._gpu = gpu
         self._shape = shape
@@ -80,7 +84,7 @@ class Passes:
         self.feeding = feeding
         self._encoder = Encoder(gpu, shape, weights, space)
         self._prefix = Decoder(gpu, shape, weights, space, "prefix")
-        self._decoder = Decoder(gpu, shape, weights, space, "decoder")
+        self._decoder = Decoder(gpu, shape, weights, space, "decoder", graphs)
         self.hidden = self._decoder.hidden
         self.attention_space = space["encoder.wide"]
 
@@ -88,7 +92,8 @@ class Passes:
         """Enqueue one step, feed ``i`` into row ``i``, then ``copies``, and return the address of row 0."""
         self.refuse_capture(stream)
         rows = self._logits
-        if any(feed.span.fresh for feed in feeds) or rows.any_written_by(self.prefilling, 0, len(feeds)):
+        fresh = [feed.span for feed in feeds if feed.span.fresh]
+        if fresh or rows.any_written_by(self.prefilling, 0, len(feeds)):
             self.prefilling.wait(stream)
         self.feeding.wait(stream)
         with self.decoding.use(stream):
@@ -96,8 +101,8 @@ class Passes:
             for copy in copies:
                 self._gpu.copy_d2d_async(*copy, stream)
         rows.written(self.decoding, 0, len(feeds))
-        for feed in feeds:
-            feed.span.fresh = False
+        for span in fresh:
+            span.fresh = False
         self.hidden = self._decoder.hidden
         return rows.arena.base
 

@@ -63,8 +63,14 @@ class SequenceTable:
         """Return whether ``seq`` holds its slot. `InvalidInput` when it is no `SequenceState`."""
         if not isinstance(seq, SequenceState):
             raise InvalidInput("seq", "a SequenceState", seq)
+        return self.live(seq) is not None
+
+    def live(self, seq: SequenceState) -> Span | None:
+        """Return the span of a live sequence, and None for what `span` refuses."""
+        if not isinstance(seq, SequenceState):
+            return None
         entry = self._live.get(seq.slot_idx)
-        return entry is not None and entry[0] is seq
+        return entry[1] if entry is not None and entry[0] is seq else None
 
     def span(self, seq: SequenceState) -> Span:
         """Return the span of a live sequence.

@@ -76,6 +76,14 @@ def test_the_report_has_all_its_parts(finished: tuple[int, dict[str, Any]]) -> N
             assert found["weight_bytes"] == sum(row["weight_bytes"] * row["calls"] for row in found["ops"])
             assert found["floor_ms"] > 0
             assert found["graph_ms"] > 0
+        serving = case["serving"]
+        for times in (serving["fed"], serving["engine"]):
+            assert set(times["step_ms"]) == SPREAD
+            assert times["total_ms"]["min"] > 0
+        assert set(serving["step_device_ms"]) == set(serving["host_enqueue_ms"]) == SPREAD
+        assert isinstance(serving["busy"], float)
+        assert serving["graph_launches_per_step"] == 0, "which the host has no use for"
+        assert serving["same_tokens_each_time"]
         assert case["launches_per_step"]["kernel"] + case["launches_per_step"]["gemm"] == case["decode"]["launches"]
 
 

@@ -49,10 +49,17 @@ def adapters_of(folder: Path) -> dict[str, Path]:
 
 
 def load(
-    folder: Path, gpu: HostBackend, lanes: int, positions: int = POSITIONS, *, adapters: bool = False
+    folder: Path,
+    gpu: HostBackend,
+    lanes: int,
+    positions: int = POSITIONS,
+    *,
+    adapters: bool = False,
+    step_graphs: bool = False,
 ) -> NllbModel:
     """Return the tiny model with the limits of the jobs, and a KV pool of ``positions``."""
     limits: dict[str, Any] = {"max_batch": lanes, "max_source_len": MAX_PROMPT + 2, "max_new_tokens": MAX_NEW}
+    limits["step_graphs"] = step_graphs
     if adapters:
         limits |= {"adapters": adapters_of(folder), "max_lora_rank": 4}
     return metrale.load(folder, gpu, "float32", kv_bytes=positions * POSITION_BYTES, **limits)

@@ -50,6 +50,7 @@ class Crowd:
             "lag": rng.randint(0, 2),
         }
         self.adapters = rng.random() < 0.3
+        self.step_graphs = seed % 2 == 1
         self.shares = [[self._draw() for _ in range(6)] for _ in range(6)]
 
     def _draw(self) -> Job:
@@ -63,7 +64,8 @@ class Crowd:
         with ExitStack() as stack:
             stack.enter_context(products_by_rows())
             gpu = stack.enter_context(self.gpu)
-            model = stack.enter_context(load(self.folder, gpu, self.lanes, self.positions, adapters=self.adapters))
+            options = {"adapters": self.adapters, "step_graphs": self.step_graphs}
+            model = stack.enter_context(load(self.folder, gpu, self.lanes, self.positions, **options))
             stranger = Stranger(model, self.rng)
             with (
                 nothing_left(model),

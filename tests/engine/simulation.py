@@ -59,6 +59,7 @@ class Simulation:
         )
         self.spare = rng.choice((2, 4, 16))
         self.adapters = rng.random() < 0.3
+        self.step_graphs = seed % 2 == 1
         widest = self.policy.max_lanes
         self.jobs = [draw_job(rng, widest, adapters=self.adapters) for _ in range(rng.randint(1, 24))]
         self.queue_bound = rng.choice((1, 3, 100))
@@ -73,8 +74,8 @@ class Simulation:
             # Sequences that outgrow their KV are to be common, also among short ones.
             stack.enter_context(mock.patch.object(admission, "_SPARE", self.spare))
             gpu = stack.enter_context(self.gpu)
-            adapters = self.adapters
-            model = stack.enter_context(load(self.folder, gpu, self.lanes, self.positions, adapters=adapters))
+            options = {"adapters": self.adapters, "step_graphs": self.step_graphs}
+            model = stack.enter_context(load(self.folder, gpu, self.lanes, self.positions, **options))
             stranger = Stranger(model, self.rng) if self.rng.random() < 0.3 else None
             with nothing_left(model):
                 stats = self._drive(model, stranger)

@@ -277,6 +277,7 @@ SUBJECTS: Final[dict[str, Subject]] = {
             "source": whole(80, 0, VOCAB - 1, optional=True),
             "target": whole(81, 0, VOCAB - 1, optional=True),
             "legacy_order": flag(False),
+            "step_graphs": flag(True).but("none"),
         },
         free={"path": "tests/hostile/place_cases.py"},
     ),

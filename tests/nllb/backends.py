@@ -49,6 +49,8 @@ class OrderedBackend(HostBackend):
         return int(stream) or self.default_stream()
 
     def _note(self, stream: StreamLike) -> None:
+        if self.stream_is_capturing(stream):
+            return  # it is no piece of work until its graph is launched
         known = self.host | self._on_stream.get(self._key(stream), 0)
         self.before.append(known)
         self._on_stream[self._key(stream)] = known | 1 << (len(self.before) - 1)
@@ -60,6 +62,10 @@ class OrderedBackend(HostBackend):
     def gemm(self, *args: Any, **options: Any) -> None:
         super().gemm(*args, **options)
         self._note(options["stream"])
+
+    def launch_graph(self, graph: int, stream: StreamLike = 0) -> None:
+        super().launch_graph(graph, stream)
+        self._note(stream)
 
     def copy_h2d_async(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
         super().copy_h2d_async(src, dst, stream)

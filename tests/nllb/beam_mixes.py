@@ -34,12 +34,12 @@ def opened(path: Path) -> Iterator[list[NllbModel]]:
     """Give models for any mix, made in the folder ``path``.
 
     The first one runs all in order. The others differ in what a device may: the host is a step ahead of it, it runs
-    things in any order, it pads steps. Two have less KV than lanes, so that requests wait for either.
+    things in any order, it replays steps, it pads them. Two have less KV than lanes, so that requests wait for either.
     """
     shelf = Shelf(path, encoder_layers=1, decoder_layers=1)
     limits: dict[str, Any] = {"max_batch": LANES, "max_source_len": MOST_SOURCE + 2, "max_new_tokens": MOST_NEW}
     small = {"kv_bytes": _POSITIONS * _POSITION_BYTES}
-    ahead = {"runs_ahead": True}
+    ahead = {"runs_ahead": True, "prefers_graphs": True}
     with ExitStack() as stack:
         models: list[NllbModel] = []
         kinds: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (

@@ -31,7 +31,7 @@ COMPANY = 2e-6
 """Of the largest logit, as `tests.nllb.decoding.NEIGHBOURS` has it for the host: a padded batch is another matrix
 shape, in which BLAS may sum in another order."""
 
-RUNGS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128]
+RUNGS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512]
 
 
 @pytest.fixture
@@ -43,10 +43,10 @@ def cases(count: int) -> list[Case]:
     return [Case([5 + lane, 6, 7][: 1 + lane % 3], 80 - lane, 81, []) for lane in range(count)]
 
 
-@pytest.mark.parametrize("max_batch", [1, 2, 3, 4, 5, 8, 13, 33, 100, 130, 500])
+@pytest.mark.parametrize("max_batch", [1, 2, 3, 4, 5, 8, 13, 33, 100, 128, 129, 130, 192, 193, 300, 500])
 def test_a_step_has_the_rows_of_the_next_rung_but_no_more_than_there_are_lanes(max_batch: int) -> None:
     shape = ModelShape(NllbConfig.from_dict(tiny_config()), 97, "f32", ServingLimits(max_batch, 4, 4), pad_batches=True)
-    expected = [next((rung for rung in RUNGS if rung >= lanes), lanes) for lanes in range(1, max_batch + 1)]
+    expected = [next(rung for rung in RUNGS if rung >= lanes) for lanes in range(1, max_batch + 1)]
     expected = [min(rows, max_batch) for rows in expected]
     assert [shape.step_rows(lanes) for lanes in range(1, max_batch + 1)] == expected
     assert shape.spare_rows == max(rows - lanes for lanes, rows in enumerate(expected, 1))

@@ -124,15 +124,16 @@ class Counting(HostBackend):
 
 
 @host_only
-def test_closing_leaves_no_event_stream_or_pinned_memory(make_tiny: MakeModel) -> None:
+@pytest.mark.parametrize("step_graphs", [False, True])
+def test_closing_leaves_no_event_stream_or_pinned_memory(make_tiny: MakeModel, step_graphs: bool) -> None:
     """While the model lives it has an event for each of its three turns, and page-locked memory with some slots, each
     with an event, for every table (encoder, prefix, decoder, feed, beams) and for each part of what is told of how ids
     are chosen (bans, words, history). What a search found is copied on a stream of its own, which does not wait for
-    steps, to page-locked memory of its own, with an event."""
+    steps, to page-locked memory of its own, with an event. Steps are captured on another stream of its own."""
     gpu = Counting()
-    model = make_tiny(gpu)
+    model = make_tiny(gpu, step_graphs=step_graphs)
     rings = 5 + 3
-    held = {"event": 3 + rings * UPLOADS_AHEAD + 1, "stream": 1, "pinned": rings + 1}
+    held = {"event": 3 + rings * UPLOADS_AHEAD + 1, "stream": 1 + step_graphs, "pinned": rings + 1}
     assert {kind: gpu.count(kind) for kind in held} == held
     before = set(gpu.live)
     model.decode(9, prefilled(model, ONE))

@@ -41,9 +41,15 @@ def gpu() -> OrderedBackend:
     return OrderedBackend()
 
 
-@pytest.fixture
-def model(gpu: OrderedBackend, make_tiny: MakeModel) -> NllbModel:
-    return make_tiny(gpu)
+@pytest.fixture(params=[False, True], ids=["launches", "graphs"])
+def model(request: pytest.FixtureRequest, gpu: OrderedBackend, make_tiny: MakeModel) -> NllbModel:
+    """One whose steps of a sequence are replayed, or one that launches all of them op by op."""
+    found = make_tiny(gpu, step_graphs=request.param)
+    seq = prefilled(found, ONE)
+    for token in (9, 10):
+        found.decode(token, seq)
+    found.free_sequence(seq)
+    return found
 
 
 @pytest.mark.parametrize("name", FORWARDS)
