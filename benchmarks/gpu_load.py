@@ -5,11 +5,10 @@
 
 runs where a GPU is. A checkpoint of random weights is written for each stored type and is in the page cache then. In a
 process of its own for each case, page-locked copies of as many bytes and loads of the weights take turns. A load is
-everything from the allocation of the weights to the last byte on the device. The copies are from memory that is locked
-already; so a load's rate is given without the time in which it locks memory, and with it. One more load, of the whole
-model, is watched for the anonymous memory that it takes (`RssAnon`, Linux). The exit status is 1 when a case of equal
-types loads at less than `LEAST_SHARE` of the copies, locking aside, or takes more than `SPARE_BYTES` beside the size of
-the checkpoint.
+everything from the plan of the weights to the last byte on the device. Sending is that without the plan and without
+allocating device and page-locked memory, as the copies are measured too. One more load, of the whole model, is watched
+for the anonymous memory that it takes (`RssAnon`, Linux). The exit status is 1 when a case of equal types sends at less
+than `LEAST_SHARE` of the copies, or takes more than `SPARE_BYTES` beside the size of the checkpoint.
 
 `--device host --shape tiny` goes through all of it on a machine without a GPU; its times mean nothing.
 """
@@ -23,6 +22,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -32,10 +33,11 @@ from benchmarks.machine import ROOT, describe
 from benchmarks.shapes import SHAPES, write_checkpoint
 from gpu_runtime import GpuBackend, open_backend
 from metrale.checkpoint import Checkpoint, open_checkpoint
+from metrale.nllb import device_weights
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.device_weights import load_weights
 from metrale.nllb.limits import ModelShape
-from metrale.nllb.staging import SLOT_BYTES
+from metrale.nllb.staging import SLOT_BYTES, Staging, Transfer
 from metrale.nllb.weights import match_weights
 
 CASES: Final = (("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16"), ("float32", "float16"))
@@ -67,35 +69,49 @@ def copy_seconds(gpu: GpuBackend, nbytes: int) -> float:
         gpu.free(target)
 
 
-class Locking:
-    """How long it takes to lock the pages through which `gpu_runtime.cuda.file_copies` copies."""
+class Sending:
+    """How long `device_weights.send` takes, without allocating page-locked memory."""
 
     seconds = 0.0
 
     @classmethod
     def watch(cls) -> None:
-        """Add the time of every copy of files from here on."""
-        from gpu_runtime.cuda import file_copies
+        """Note the time of each from here on."""
+        send = device_weights.send
 
-        make = file_copies._Slots.__init__
+        def timed(gpu: GpuBackend, transfers: Sequence[Transfer]) -> None:
+            began, Sending.seconds = time.perf_counter(), 0.0
+            send(gpu, transfers)
+            Sending.seconds += time.perf_counter() - began
+
+        device_weights.send = timed  # type: ignore[attr-defined]
+        cls._leave_out(Staging)
+        with suppress(ImportError):  # where no CUDA is
+            from gpu_runtime.cuda.file_copies import Slots
+
+            cls._leave_out(Slots)
+
+    @staticmethod
+    def _leave_out(kind: Any) -> None:
+        """Take the time of making one of these off."""
+        make = kind.__init__
 
         def timed(*arguments: Any) -> None:
             began = time.perf_counter()
             make(*arguments)
-            cls.seconds += time.perf_counter() - began
+            Sending.seconds -= time.perf_counter() - began
 
-        file_copies._Slots.__init__ = timed  # type: ignore[method-assign, assignment]
+        kind.__init__ = timed
 
 
 def load_seconds(gpu: GpuBackend, shape: ModelShape, config: NllbConfig, checkpoint: Checkpoint) -> tuple[float, float]:
-    """Return the seconds that loading the weights takes, and those of it for locking pages; the weights are freed."""
+    """Return the seconds that loading the weights takes, and those of sending alone; the weights are freed."""
     found = match_weights(config, checkpoint)
-    Locking.seconds = 0.0
     began = time.perf_counter()
     weights = load_weights(gpu, shape, checkpoint, found)
     took = time.perf_counter() - began
     weights.arena.free()
-    return took, Locking.seconds
+    return took, Sending.seconds
 
 
 def anonymous_bytes() -> int | None:
@@ -143,21 +159,20 @@ def measure(folder: Path, device: str, dtype: str, runs: int) -> dict[str, Any]:
         model = metrale.load(folder, gpu, dtype, **LIMITS)
         shape, nbytes = model.shape, model.memory_plan().weights
         model.close()
-        if gpu.kind() == "cuda":
-            Locking.watch()
-        copies, loads, locks = [], [], []
+        Sending.watch()
+        copies, loads, sends = [], [], []
         for _ in range(runs):
             copies.append(copy_seconds(gpu, nbytes))
-            loaded, locked = load_seconds(gpu, shape, config, checkpoint)
+            loaded, sent = load_seconds(gpu, shape, config, checkpoint)
             loads.append(loaded)
-            locks.append(locked)
+            sends.append(sent)
     return {
         "weight_bytes": nbytes,
         "copy_bytes_per_s": [round(nbytes / took) for took in copies],
+        "send_bytes_per_s": [round(nbytes / took) for took in sends],
         "load_bytes_per_s": [round(nbytes / took) for took in loads],
-        "locking_s": [round(took, 4) for took in locks],
-        "share": round(median(copies) / median([load - lock for load, lock in zip(loads, locks, strict=True)]), 3),
-        "share_with_locking": round(median(copies) / median(loads), 3),
+        "share": round(median(copies) / median(sends), 3),
+        "share_with_setup": round(median(copies) / median(loads), 3),
         "whole": whole,
     }
 
@@ -213,8 +228,8 @@ def main() -> int:
             report["cases"].append(case)
             report["problems"] += problems_of(case, on_gpu)
             print(
-                f"{stored} to {dtype}: {max(case['load_bytes_per_s']) / 1e9:.1f} GB/s at best, {case['share']:.2f} of "
-                f"page-locked copies, {case['share_with_locking']:.2f} with locking; RssAnon "
+                f"{stored} to {dtype}: {max(case['send_bytes_per_s']) / 1e9:.1f} GB/s at best, {case['share']:.2f} of "
+                f"page-locked copies, {case['share_with_setup']:.2f} with setup; RssAnon "
                 f"{case['whole']['rss_anon_peak_bytes']}",
                 flush=True,
             )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Builds the program beside this file and runs it: what comes after the compiler goes to it.
 
-python examples/cpp_embed/run.py [--cxx CXX] [--device DEVICE] [--to LANGUAGE] [--threads N] [FILE]
+python examples/cpp_embed/run.py [--cxx CXX] [--device DEVICE] [--dtype T] [--to LANGUAGE] [--threads N] [FILE]
 """
 
 from __future__ import annotations

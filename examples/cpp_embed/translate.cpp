@@ -3,7 +3,8 @@
 // A C++ program that embeds Python, opens metrale's engine, and translates the lines of a file with it from several
 // native threads. The translations are printed in the order of the lines.
 //
-//     translate --python PYTHON [--device D] [--model M] [--from L] [--to L] [--threads N] [--leave-open | --bare] FILE
+//     translate --python PYTHON [--device D] [--dtype T] [--model M] [--from L] [--to L] [--threads N]
+//               [--leave-open | --bare] FILE
 //
 // PYTHON is the interpreter of the environment that metrale is installed in. --leave-open ends the program without
 // closing engine and model, which must do no harm. --bare only starts Python and multiplies with NumPy: what memory
@@ -23,7 +24,7 @@
 namespace {
 
 struct options {
-    std::string python, device = "auto", model, from = "eng_Latn", to = "fra_Latn", file;
+    std::string python, device = "auto", dtype = "auto", model, from = "eng_Latn", to = "fra_Latn", file;
     int threads = 4;
     bool leave_open = false, bare = false;
 };
@@ -46,6 +47,8 @@ options parse(int argc, char **argv)
             found.python = value();
         else if (name == "--device")
             found.device = value();
+        else if (name == "--dtype")
+            found.dtype = value();
         else if (name == "--model")
             found.model = value();
         else if (name == "--from")
@@ -122,7 +125,7 @@ class translator {
         const gpurt::ref path = given.model.empty() ? call(metrale, "demo_model_path", "()")
                                                     : gpurt::ref::steal(PyUnicode_FromString(given.model.c_str()));
         const gpurt::ref load = metrale.attribute("load");
-        const gpurt::ref arguments = gpurt::ref::steal(Py_BuildValue("(Os)", path.get(), given.device.c_str()));
+        const gpurt::ref arguments = gpurt::ref::steal(Py_BuildValue("(Oss)", path.get(), given.device.c_str(), given.dtype.c_str()));
         const gpurt::ref limits = gpurt::ref::steal(Py_BuildValue("{s:i,s:i,s:i,s:s,s:s}", "max_batch", 8,
                                                                   "max_source_len", 128, "max_new_tokens", 128, "source",
                                                                   given.from.c_str(), "target", given.to.c_str()));

@@ -84,7 +84,7 @@ def copy_files(context: Context, lock: Callable[[int], Any], spans: Iterable[Fil
     if not todo:
         return
     most = min(READS, os.cpu_count() or 1, len(todo))
-    with context.current(), context.relaxed(), AsyncReads() as reads, _Slots(lock, todo, most + AHEAD, stream) as slots:
+    with context.current(), context.relaxed(), AsyncReads() as reads, Slots(lock, todo, most + AHEAD, stream) as slots:
         for number, piece in enumerate(todo):
             if number >= most:
                 reads.finish()
@@ -95,7 +95,7 @@ def copy_files(context: Context, lock: Callable[[int], Any], spans: Iterable[Fil
             slots.copy(number)
 
 
-class _Slots:
+class Slots:
     """Slots that pieces take in turn. Leaving it waits for the stream."""
 
     def __init__(self, lock: Callable[[int], Any], todo: list[Piece], count: int, stream: int) -> None:

@@ -236,6 +236,12 @@ class CudaMemory(Blocks):
                 f"{where}"
             )
 
+    def is_page_locked(self, address: int) -> bool:
+        """Return whether host memory is page-locked, by this backend or by anybody else."""
+        if self.is_pinned(address):
+            return True
+        return int(self._context.call(runtime.pointerGetAttributes, address).type) != _UNREGISTERED
+
     def reclaim(self, *, wait: bool = False) -> None:
         """Let go of the freed blocks that every stream has passed, or of all of them after waiting."""
         with self._lock, self._context.relaxed():

@@ -181,6 +181,9 @@ class MemoryCalls(StreamCalls):
         data = as_bytes("dst", dst, writable=True)
         start, size, tag = self._span("copy_d2h: src", src, data.nbytes)
         on = self._about_to("copy", "d2h", size, stream, tag)
+        if size and not self._memory.is_page_locked(_address(data)) and not self._streams.is_capturing(on):
+            # CUDA would wait for the stream inside of the copy, and hold what other threads' calls need meanwhile.
+            self._context.call_relaxed(runtime.streamSynchronize, on)
         self._copy(_address(data), start, size, on, stream, data)
 
     def copy_d2d_async(self, src: int, dst: int, nbytes: int, stream: StreamLike = 0) -> None:

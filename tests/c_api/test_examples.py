@@ -209,7 +209,7 @@ def test_the_program_translates_in_order(program: list[str], device: Device, tex
     """And exits with 0, without a word on stderr, whatever was left open."""
     expected = [text for _, text in FRENCH]
     assert len(expected) == 4
-    got = run([*program, "--device", device.kind, *how, str(texts)])
+    got = run([*program, "--device", device.kind, "--dtype", "float32", *how, str(texts)])
     assert got == [*expected, "", *expected]
 
 

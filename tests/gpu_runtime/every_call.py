@@ -136,6 +136,7 @@ def sound_calls(gpu: GpuBackend) -> dict[str, Call]:
         "launch_graph": lambda: gpu.launch_graph(graphs[0], stream),
         "destroy_graph": lambda: gpu.destroy_graph(graphs.pop()),
         "abort_capture_if_active": lambda: gpu.abort_capture_if_active(stream),
+        "is_watched": gpu.is_watched,
         "sm_count": gpu.sm_count,
         "limits": gpu.limits,
         "kind": gpu.kind,
@@ -158,7 +159,17 @@ CANNOT_FAIL: Final = frozenset(
         *("total_memory", "free_memory", "live_bytes", "live_alloc_count", "alloc_report", "sweep_unreleased"),
         *("find_block", "live_exports"),
         *("scan_redzones", "poison_redzones", "has_module", "debug_sync_kernels", "launch_trace", "default_stream"),
-        *("create_stream", "create_event", "sm_count", "limits", "kind", "name", "bind_to_thread", "close"),
+        *(
+            "create_stream",
+            "create_event",
+            "is_watched",
+            "sm_count",
+            "limits",
+            "kind",
+            "name",
+            "bind_to_thread",
+            "close",
+        ),
     }
 )
 """What an open backend refuses nobody. A closed one refuses all of it but `close`."""
