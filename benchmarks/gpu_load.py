@@ -77,7 +77,7 @@ class Sending:
     @classmethod
     def watch(cls) -> None:
         """Note the time of each from here on."""
-        send = device_weights.send
+        send = device_weights.send  # type: ignore[attr-defined]
 
         def timed(gpu: GpuBackend, transfers: Sequence[Transfer]) -> None:
             began, Sending.seconds = time.perf_counter(), 0.0
