@@ -12,9 +12,8 @@ import errno
 import os
 import sys
 from collections import deque
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +21,6 @@ from numpy.typing import NDArray
 from gpu_runtime.files import read_exactly
 
 _NO_SIGNAL: Final = 1  # SIGEV_NONE
-_NONE: Final = -1
-"""Stands for the descriptor of a read that was not begun, for want of descriptors, of threads or of a C library that
-has such reads: it is done by the caller's thread when it is finished."""
 
 
 class _Notice(ctypes.Structure):
@@ -67,7 +63,7 @@ def _library() -> Any:
         try:
             library = ctypes.CDLL(name, use_errno=True)
             for call in (library.aio_read, library.aio_error, library.aio_return):
-                call.argtypes = [ctypes.POINTER(_Request)]
+                call.argtypes = [ctypes.c_void_p]
             library.aio_return.restype = ctypes.c_ssize_t
             library.aio_suspend.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_void_p]
         except (OSError, AttributeError):
@@ -79,30 +75,57 @@ def _library() -> Any:
 _C: Final = _library()
 
 
-@dataclass(slots=True)
-class _Read:
-    """One read that was begun. The request, its buffer and its descriptor must live until it has ended."""
+class _Lane:
+    """A descriptor of a file and a request: what one read at a time is done with.
+
+    The library does one read at a time for a descriptor. The request, the buffer and the descriptor must live until the
+    read has ended.
+
+    Raises
+    ------
+    OSError
+        When there is no descriptor left, or the file is closed.
+    """
+
+    def __init__(self, file: int) -> None:
+        self.descriptor = os.dup(file)
+        self._request = _Request(file=self.descriptor)
+        self._request.notice.notify = _NO_SIGNAL
+        self._address = ctypes.c_void_p(ctypes.addressof(self._request))
+
+    def begin(self, offset: int, out: NDArray[np.uint8]) -> bool:
+        """Begin to read; return whether a thread could be had."""
+        self._request.buffer, self._request.nbytes, self._request.offset = out.ctypes.data, out.nbytes, offset
+        return not _C.aio_read(self._address)
+
+    def wait(self) -> None:
+        while _C.aio_error(self._address) == errno.EINPROGRESS:
+            _C.aio_suspend(ctypes.byref(self._address), 1, None)  # also ends for a signal, whose handler then runs
+
+    def count(self) -> int:
+        """Return how many bytes were read by a read that has ended."""
+        return max(int(_C.aio_return(self._address)), 0)
+
+
+class _Read(NamedTuple):
+    """One read that was begun, or (no lane) is to be done by the caller's thread when it is finished."""
 
     file: int
     offset: int
     out: NDArray[np.uint8]
-    descriptor: int
-    request: Any
-
-    def wait(self) -> None:
-        address = ctypes.c_void_p(ctypes.addressof(self.request))
-        while _C.aio_error(self.request) == errno.EINPROGRESS:
-            _C.aio_suspend(ctypes.byref(address), 1, None)  # also ends for a signal, whose handler then runs
+    lane: _Lane | None
 
 
 class AsyncReads:
     """Reads that go on side by side and are finished in the order in which they were begun.
 
-    A context manager; leaving it waits until nothing is written to any buffer any more. For one thread.
+    A context manager; leaving it waits until nothing is written to any buffer any more. Files must stay open until
+    then. For one thread.
     """
 
     def __init__(self) -> None:
         self._reads: deque[_Read] = deque()
+        self._idle: dict[int, list[_Lane]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -110,27 +133,35 @@ class AsyncReads:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._drain()
+        try:
+            self._drain()
+        finally:
+            for lanes in self._idle.values():
+                for lane in lanes:
+                    os.close(lane.descriptor)
+            self._idle.clear()
 
     def __len__(self) -> int:
         """Return the number of reads that were begun and not finished."""
         return len(self._reads)
 
     def start(self, file: int, offset: int, out: NDArray[np.uint8]) -> None:
-        """Begin to fill ``out``, contiguous bytes, from ``offset`` on of the file that has this descriptor.
+        """Begin to fill ``out``, contiguous bytes, from ``offset`` on of the file that has this descriptor."""
+        lane = self._lane(file)
+        if lane is not None and not lane.begin(offset, out):
+            self._idle[file].append(lane)
+            lane = None
+        self._reads.append(_Read(file, offset, out, lane))
 
-        The library does one read at a time for a descriptor, so each read has its own.
-        """
+    def _lane(self, file: int) -> _Lane | None:
+        """Return a lane of a file; None for want of descriptors, or of a C library that has such reads."""
+        idle = self._idle.setdefault(file, [])
+        if idle:
+            return idle.pop()
         try:
-            descriptor = _NONE if _C is None else os.dup(file)
+            return None if _C is None else _Lane(file)
         except OSError:
-            descriptor = _NONE
-        request = _Request(file=descriptor, buffer=out.ctypes.data, nbytes=out.nbytes, offset=offset)
-        request.notice.notify = _NO_SIGNAL
-        if descriptor != _NONE and _C.aio_read(request):
-            os.close(descriptor)
-            descriptor = _NONE
-        self._reads.append(_Read(file, offset, out, descriptor, request))
+            return None
 
     def finish(self) -> None:
         """Wait for the read that was begun first. Its buffer is filled on return.
@@ -147,13 +178,13 @@ class AsyncReads:
 
     def _end(self, read: _Read) -> int:
         """Wait for a read, the first one, and return how many bytes it has read."""
-        if read.descriptor == _NONE:
-            self._reads.popleft()
-            return 0
-        read.wait()
+        if read.lane is not None:
+            read.lane.wait()
         self._reads.popleft()
-        os.close(read.descriptor)
-        return max(int(_C.aio_return(read.request)), 0)
+        if read.lane is None:
+            return 0
+        self._idle[read.file].append(read.lane)
+        return read.lane.count()
 
     def _drain(self) -> None:
         interruption: BaseException | None = None

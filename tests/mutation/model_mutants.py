@@ -315,9 +315,10 @@ MODEL_MUTANTS: list[Mutant] = [
         ("                interruption = error\n", "                raise\n"),
         ("            raise interruption\n", "            pass\n"),
         ("os.dup(file)", "file"),
-        ("        os.close(read.descriptor)\n", ""),
-        ("            os.close(descriptor)\n", ""),
-        ("        except OSError:\n            descriptor", "        except ValueError:\n            descriptor"),
+        ("                    os.close(lane.descriptor)\n", "                    pass\n"),
+        ("            self._idle[file].append(lane)\n", ""),
+        ("        self._idle[read.file].append(read.lane)\n", ""),
+        ("        except OSError:\n            return None", "        except ValueError:\n            return None"),
     ),
     *rules(
         "staging",
