@@ -5,8 +5,8 @@
 
 runs where a GPU is. A checkpoint of random weights is written for each stored type and is in the page cache then. In a
 process of its own for each case, page-locked copies of as many bytes and loads of the weights take turns. A load is
-everything from the plan of the weights to the last byte on the device. Sending is that without the plan and without
-allocating device and page-locked memory, as the copies are measured too. One more load, of the whole model, is watched
+everything from the plan of the weights to the last byte on the device. Sending is that without the plan, and without
+allocating and freeing device and page-locked memory, as the copies are measured too. One more load, of the whole model, is watched
 for the anonymous memory that it takes (`RssAnon`, Linux). The exit status is 1 when a case of equal types sends at less
 than `LEAST_SHARE` of the copies, or takes more than `SPARE_BYTES` beside the size of the checkpoint.
 
@@ -70,7 +70,7 @@ def copy_seconds(gpu: GpuBackend, nbytes: int) -> float:
 
 
 class Sending:
-    """How long `device_weights.send` takes, without allocating page-locked memory."""
+    """How long `device_weights.send` takes, without allocating and freeing page-locked memory."""
 
     seconds = 0.0
 
@@ -85,23 +85,25 @@ class Sending:
             Sending.seconds += time.perf_counter() - began
 
         device_weights.send = timed  # type: ignore[attr-defined]
-        cls._leave_out(Staging)
+        cls._leave_out(Staging, "__init__")
         with suppress(ImportError):  # where no CUDA is
             from gpu_runtime.cuda.file_copies import Slots
+            from gpu_runtime.cuda.memory import _Pinned
 
-            cls._leave_out(Slots)
+            cls._leave_out(Slots, "__init__")
+            cls._leave_out(_Pinned, "__del__")
 
     @staticmethod
-    def _leave_out(kind: Any) -> None:
-        """Take the time of making one of these off."""
-        make = kind.__init__
+    def _leave_out(kind: Any, name: str) -> None:
+        """Take the time of making or of freeing one of these off."""
+        call = getattr(kind, name)
 
         def timed(*arguments: Any) -> None:
             began = time.perf_counter()
-            make(*arguments)
+            call(*arguments)
             Sending.seconds -= time.perf_counter() - began
 
-        kind.__init__ = timed
+        setattr(kind, name, timed)
 
 
 def load_seconds(gpu: GpuBackend, shape: ModelShape, config: NllbConfig, checkpoint: Checkpoint) -> tuple[float, float]:
