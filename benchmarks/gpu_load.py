@@ -6,9 +6,10 @@
 runs where a GPU is. A checkpoint of random weights is written for each stored type and is in the page cache then. In a
 process of its own for each case, page-locked copies of as many bytes and loads of the weights take turns. A load is
 everything from the plan of the weights to the last byte on the device. Sending is that without the plan, and without
-allocating and freeing device and page-locked memory, as the copies are measured too. One more load, of the whole model, is watched
-for the anonymous memory that it takes (`RssAnon`, Linux). The exit status is 1 when a case of equal types sends at less
-than `LEAST_SHARE` of the copies, or takes more than `SPARE_BYTES` beside the size of the checkpoint.
+allocating and freeing device and page-locked memory, as the copies are measured too. One more load, of the whole
+model, is watched for the anonymous memory that it takes (`RssAnon`, Linux). The exit status is 1 when a case of equal
+types sends at less than `LEAST_SHARE` of the copies, or takes more than `SPARE_BYTES` beside the size of the
+checkpoint.
 
 `--device host --shape tiny` goes through all of it on a machine without a GPU; its times mean nothing.
 """
