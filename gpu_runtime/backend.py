@@ -20,6 +20,7 @@ from gpu_runtime import checks
 from gpu_runtime.blocks import Blocks
 from gpu_runtime.handles import KernelHandle, LaunchRecord, PinnedMemory
 from gpu_runtime.launch import Dim3
+from gpu_runtime.leaving import close_at_exit
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.limits import Limits
 from gpu_runtime.pointer import DevicePtr
@@ -37,7 +38,7 @@ class GpuBackend(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        close_at_exit(self.close, error)
 
     # memory
 

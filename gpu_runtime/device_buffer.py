@@ -9,6 +9,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self
 
+import numpy as np
+
 from gpu_runtime import checks, dtypes
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import InvalidPointer
@@ -233,12 +235,13 @@ def view(
     name = dtypes.element_type(dtype)
     extents = Extents.of(shape, strides, dtypes.itemsize(name))
     stream_handle(stream)
+    writable = not _boolean("view: readonly", readonly)
     address = checks.address("view: ptr", ptr)
     start, size = extents.span(address)
     block = _block_of("view", gpu, start, size)
     if size and block is None:
         raise InvalidPointer(f"view: expected a span in one live block, got {counted(size)} at {start:#x}")
-    return DeviceBuffer(Tensor(Holding(gpu, block, owner=owner), address, extents, name, bool(readonly), stream))
+    return DeviceBuffer(Tensor(Holding(gpu, block, owner=owner), address, extents, name, not writable, stream))
 
 
 def wrap(
@@ -266,7 +269,15 @@ def wrap(
     size = checks.integer("wrap: nbytes", nbytes, low=0)
     stream_handle(stream)
     address = checks.address("wrap: ptr", ptr)
-    return foreign(gpu, address, Extents.of(size, None, 1), "u8", owner, readonly=bool(readonly), stream=stream)
+    told = _boolean("wrap: readonly", readonly)
+    gpu._let_go()  # of what was wrapped before and is not used any more
+    return foreign(gpu, address, Extents.of(size, None, 1), "u8", owner, readonly=told, stream=stream)
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+    return bool(value)
 
 
 def foreign(

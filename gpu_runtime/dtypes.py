@@ -87,6 +87,8 @@ def element_type(dtype: Any) -> str:
     if isinstance(dtype, str) and dtype in NUMPY:
         return dtype
     try:
+        if dtype is None:  # which is NumPy's word for float64
+            raise KeyError(dtype)
         return _NAMES[NUMPY["bf16"] if dtype == "bfloat16" else np.dtype(dtype)]
     except (TypeError, KeyError):
         known = ", ".join(NUMPY)

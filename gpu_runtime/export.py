@@ -79,8 +79,9 @@ class Holding:
         return self._blocks.closed
 
     def __del__(self) -> None:
-        if self._orphan is not None and not self._blocks.closed:
-            self._blocks.orphans.append(self._orphan)
+        orphan = getattr(self, "_orphan", None)  # a copy that could not be made has nothing
+        if orphan is not None and not self._blocks.closed:
+            self._blocks.orphans.append(orphan)
 
 
 class Export:

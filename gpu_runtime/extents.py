@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,8 @@ def _sequence(name: str, value: Any) -> tuple[Any, ...]:
     if hasattr(value, "__index__"):
         return (value,)
     try:
+        if isinstance(value, str | bytes | bytearray | Set | Mapping):
+            raise TypeError
         return tuple(value)
     except TypeError:
         raise TypeError(f"{name}: expected a sequence of integers, got {value!r}") from None

@@ -118,3 +118,8 @@ def managed_of(capsule: Any, names: Names) -> Managed | ManagedLegacy:
 def mark_used(capsule: Any, names: Names) -> None:
     """Take the tensor out of a fresh capsule: from here on its deleter is the caller's to call."""
     _set_name(capsule, names.used)
+
+
+def mark_fresh(capsule: Any, names: Names) -> None:
+    """Put the tensor back that `mark_used` took out."""
+    _set_name(capsule, names.fresh)

@@ -9,6 +9,7 @@ is gone. Python code could promise none of that, and a consumer may call them an
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +40,10 @@ class Request:
         if self.max_version is None:
             return False
         try:
-            major, _ = self.max_version
+            major, minor = self.max_version
         except (TypeError, ValueError):
             raise TypeError(f"max_version: expected a pair of integers or None, got {self.max_version!r}") from None
+        checks.integer("max_version", minor)
         return checks.integer("max_version", major) >= dlpack.MAJOR
 
     def target(self, here: tuple[int, int]) -> tuple[int, int]:
@@ -49,7 +51,7 @@ class Request:
         if self.dl_device is None:
             return here
         try:
-            kind, number = (int(part) for part in self.dl_device)
+            kind, number = (operator.index(part) for part in self.dl_device)
         except (TypeError, ValueError):
             raise TypeError(f"dl_device: expected a pair of integers or None, got {self.dl_device!r}") from None
         if (kind, number) not in (here, HOST):

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import threading
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,7 +17,10 @@ from gpu_runtime.extents import Extents
 from gpu_runtime.interop import dlpack
 from gpu_runtime.interop.dlpack_export import check_copy, refuse_capture, same_handle
 from gpu_runtime.packing import new_block
-from gpu_runtime.streams import StreamLike
+from gpu_runtime.streams import StreamLike, stream_handle
+
+_TAKING: Final = threading.Lock()
+"""Held from the look at a capsule to the mark that it is used: two threads may come with one capsule."""
 
 _HOST_KINDS = (dlpack.CPU, dlpack.CUDA_HOST, dlpack.CUDA_MANAGED)
 
@@ -29,6 +33,10 @@ class Taken:
     def __init__(self, managed: dlpack.Managed | dlpack.ManagedLegacy) -> None:
         self._address = ctypes.addressof(managed)
         self._deleter = dlpack.Deleter(managed.deleter) if managed.deleter else None
+
+    def forget(self) -> None:
+        """Leave the tensor to whoever has the capsule."""
+        self._deleter = None
 
     def __del__(self) -> None:
         if self._deleter is not None:
@@ -61,33 +69,45 @@ def from_dlpack(gpu: GpuBackend, source: Any, *, stream: StreamLike = 0, copy: b
         When the capsule was used already.
     """
     check_copy(copy)
+    stream_handle(stream)
+    gpu._let_go()  # what was imported before and is not used any more: nothing else may call the backend for long
     capsule = _ask(gpu, source, stream) if hasattr(source, "__dlpack__") else source
-    names = dlpack.names_of(capsule)
-    if names is None:
-        if dlpack.is_used(capsule):
-            raise ValueError("from_dlpack: expected a fresh DLPack capsule, got one whose tensor was taken already")
-        raise TypeError(f"from_dlpack: expected an object with __dlpack__ or a capsule, got {type(source).__name__}")
-    managed = dlpack.managed_of(capsule, names)
-    version = managed.version.major if isinstance(managed, dlpack.Managed) else dlpack.MAJOR
-    if version != dlpack.MAJOR:
-        raise BufferError(f"from_dlpack: expected DLPack version {dlpack.MAJOR}, got {version}")
-    readonly = isinstance(managed, dlpack.Managed) and bool(managed.flags & dlpack.READ_ONLY)
-    address, extents, dtype = _described(managed.tensor)
-    moves = _must_move(gpu, managed.tensor.device)
-    if moves and copy is False:
-        raise BufferError("from_dlpack: expected a copy to be allowed, as the memory is the host's, got copy=False")
-    if moves or copy:
-        refuse_capture(gpu, stream)
-    dlpack.mark_used(capsule, names)
+    with _TAKING:
+        names = dlpack.names_of(capsule)
+        if names is None:
+            raise _no_capsule(capsule, source)
+        managed = dlpack.managed_of(capsule, names)
+        version = managed.version.major if isinstance(managed, dlpack.Managed) else dlpack.MAJOR
+        if version != dlpack.MAJOR:
+            raise BufferError(f"from_dlpack: expected DLPack version {dlpack.MAJOR}, got {version}")
+        readonly = isinstance(managed, dlpack.Managed) and bool(managed.flags & dlpack.READ_ONLY)
+        address, extents, dtype = _described(managed.tensor)
+        moves = _must_move(gpu, managed.tensor.device)
+        if moves and copy is False:
+            raise BufferError("from_dlpack: expected a copy to be allowed, as the memory is the host's, got copy=False")
+        if moves or copy:
+            refuse_capture(gpu, stream)
+        dlpack.mark_used(capsule, names)
     owner = Taken(managed)
-    if moves:
-        return _upload(gpu, _OnHost(owner, address, extents, dtype), dtype, stream)
-    buffer = foreign(gpu, address, extents, dtype, owner, readonly=readonly, stream=stream)
+    try:
+        if moves:
+            return _upload(gpu, _OnHost(owner, address, extents, dtype), dtype, stream)
+        buffer = foreign(gpu, address, extents, dtype, owner, readonly=readonly, stream=stream)
+    except BaseException:
+        owner.forget()
+        dlpack.mark_fresh(capsule, names)
+        raise
     del owner
     if not copy:
         return buffer
     with buffer:
         return buffer.copy()
+
+
+def _no_capsule(capsule: Any, source: Any) -> Exception:
+    if dlpack.is_used(capsule):
+        return ValueError("from_dlpack: expected a fresh DLPack capsule, got one whose tensor was taken already")
+    return TypeError(f"from_dlpack: expected an object with __dlpack__ or a capsule, got {type(source).__name__}")
 
 
 def _ask(gpu: GpuBackend, source: Any, stream: StreamLike) -> Any:

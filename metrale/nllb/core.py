@@ -11,6 +11,7 @@ from typing import Final, Self
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.blocks import exported_error
 from gpu_runtime.errors import DeviceError
+from gpu_runtime.leaving import close_at_exit
 from metrale.checkpoint import Checkpoint
 from metrale.errors import SequenceError
 from metrale.nllb.adapter_memory import AdapterMemory
@@ -104,7 +105,7 @@ class NllbCore(TranslationOnly):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        close_at_exit(self.close, error)
 
     def close(self) -> None:
         """Free everything the model holds, newest first; work that is enqueued may still use it.

@@ -58,6 +58,17 @@ def test_the_end_waits_for_calls_that_are_under_way(ending: Path) -> None:
     assert time.monotonic() - began > 0.4
 
 
+@pytest.fixture(scope="module")
+def dropping(any_compiler: Compiler, embedding: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return any_compiler.program(tmp_path_factory.mktemp("dropping") / "drop_at_end", HERE / "drop_at_end.cpp")
+
+
+def test_a_native_thread_gives_up_a_reference_while_the_interpreter_ends(dropping: Path) -> None:
+    """It is leaked: Python would end the thread inside a destructor, and that the process."""
+    done = run(dropping, sys.executable)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_no_gpu_runtime_to_import(ending: Path) -> None:
     done = run(ending, "import sys; sys.modules['gpu_runtime'] = None")
     code = codes.CODES["IMPORT"][0]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import re
 import sys
 from typing import Any
@@ -407,3 +409,61 @@ def test_what_others_only_read_stays_as_it_is(device: Device) -> None:
 def test_a_copy_of_what_was_never_written(device: Device) -> None:
     with device.open() as gpu, pytest.raises(UninitializedRead):
         view(gpu, gpu.alloc(64), 8, "f32").__dlpack__(copy=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": None}, "dtype: expected one of"),
+        ({"readonly": "no"}, "readonly: expected True or False"),
+        ({"readonly": 1}, "readonly: expected True or False"),
+        ({"shape": b"\x04"}, "shape: expected a sequence of integers"),
+        ({"shape": {4}}, "shape: expected a sequence of integers"),
+        ({"shape": {4: 1}}, "shape: expected a sequence of integers"),
+        ({"shape": "4"}, "shape: expected a sequence of integers"),
+    ],
+    ids=str,
+)
+def test_what_could_be_taken_for_something_else(gpu: GpuBackend, changes: dict[str, Any], words: str) -> None:
+    arguments: dict[str, Any] = {"shape": 4, "dtype": "u8", **changes}
+    with pytest.raises((TypeError, ValueError), match=words):
+        view(gpu, gpu.alloc(64), **arguments)
+
+
+@pytest.mark.parametrize("request_", [{"dl_device": ("1", "0")}, {"dl_device": "10"}, {"dl_device": (1.9, 0.2)}])
+def test_devices_that_are_no_integers(gpu: GpuBackend, request_: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="dl_device: expected a pair of integers"):
+        view(gpu, gpu.alloc(64), 4, "u8").__dlpack__(**request_)
+
+
+def test_a_version_that_is_no_integer(gpu: GpuBackend) -> None:
+    with pytest.raises(TypeError, match="max_version"):
+        view(gpu, gpu.alloc(64), 4, "u8").__dlpack__(max_version=(1, "x"))  # type: ignore[arg-type]
+
+
+def test_a_copy_that_cannot_be_made_says_so_alone(gpu: GpuBackend) -> None:
+    """Nothing is raised where nobody hears of it: pytest makes that an error."""
+    with pytest.raises(TypeError):
+        copy.deepcopy(view(gpu, gpu.alloc(64), 4, "u8"))
+    gc.collect()
+
+
+def test_an_exception_in_a_with_block_is_not_replaced(device: Device) -> None:
+    """By the one that says what hinders closing: it is a note of the first."""
+    held: list[Any] = []
+
+    def export(backend: GpuBackend, error: str) -> None:
+        with backend as gpu:
+            held.append(view(gpu, gpu.alloc(64), 4, "u8").__dlpack__())
+            if error:
+                raise KeyError(error)
+
+    first, second = device.open(), device.open()
+    with pytest.raises(KeyError) as found:
+        export(first, "mine")
+    assert "not closed" in found.value.__notes__[0]
+    with pytest.raises(BufferError):
+        export(second, "")
+    held.clear()
+    first.close()
+    second.close()

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
+import threading
+from contextlib import suppress
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from gpu_runtime import DeviceBuffer, DeviceError, GpuBackend, InvalidPointer, from_dlpack
+from gpu_runtime import DeviceBuffer, DeviceError, GpuBackend, InvalidPointer, from_dlpack, wrap
 from gpu_runtime.interop import dlpack
 from tests.backends import Device, host_only
 from tests.gpu_runtime.exchanging import Array, Producer, X, lent, settle
@@ -291,3 +295,61 @@ def test_a_deleter_may_be_missing(gpu: GpuBackend) -> None:
     dlpack.managed_of(capsule, dlpack.VERSIONED).deleter = None
     from_dlpack(gpu, capsule).close()
     assert producer.deleted == []
+
+
+def test_threads_that_come_with_one_capsule(gpu: GpuBackend) -> None:
+    """One takes its tensor, and the others are told; the deleter is called once."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        producers = [Producer(X) for _ in range(200)]
+        capsules = [producer.capsule() for producer in producers]
+        taken: list[int] = []
+
+        def take() -> None:
+            for index, capsule in enumerate(capsules):
+                with suppress(ValueError):
+                    from_dlpack(gpu, capsule).close()
+                    taken.append(index)
+
+        threads = [threading.Thread(target=take) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(taken) == list(range(200))
+    gpu.synchronize()
+    gpu.live_alloc_count()
+    assert [len(producer.deleted) for producer in producers] == [1] * 200
+
+
+@host_only
+def test_a_capsule_whose_memory_cannot_be_taken_stays_fresh(gpu: GpuBackend) -> None:
+    """It begins in a block and ends past it."""
+    ptr = gpu.alloc(16)
+    outside = np.ctypeslib.as_array((ctypes.c_uint8 * 32).from_address(int(ptr)))
+    capsule = outside.__dlpack__()
+    for _ in range(2):
+        with pytest.raises(InvalidPointer, match="past the end"):
+            from_dlpack(gpu, capsule)
+    assert sys.getrefcount(outside) >= 3  # the capsule still has it
+    del capsule
+    assert sys.getrefcount(outside) == 2
+
+
+@host_only
+def test_what_was_imported_and_dropped_is_let_go_of_by_the_next_import(gpu: GpuBackend) -> None:
+    for _ in range(100):
+        from_dlpack(gpu, np.zeros(8))
+    assert len(gpu._blocks.orphans) <= 1
+    for _ in range(100):
+        wrap(gpu, X.ctypes.data, 8, object())
+    assert len(gpu._blocks.orphans) <= 1
+
+
+@pytest.mark.parametrize("stream", ["x", True, 1.5, -2, 1 << 64])
+def test_what_is_no_stream(gpu: GpuBackend, stream: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="stream"):
+        from_dlpack(gpu, X, stream=stream)

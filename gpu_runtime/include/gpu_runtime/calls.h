@@ -120,6 +120,8 @@ GPURT_CALL_(logits_from_object, (PyObject * object, gpurt_logits *logits), objec
 static inline gpurt_code gpurt_logits_row(const gpurt_logits *logits, int64_t index, uint64_t *address)
 {
     char text[120];
+    if (!logits || !address)
+        return gpurt_fail(GPURT_ERROR_VALUE, "gpurt_logits_row: expected rows and room for an address, got NULL");
     if (index < 0 || index >= logits->rows) {
         snprintf(text, sizeof text, "logits row: expected an index in [0, %lld), got %lld", (long long)logits->rows,
                  (long long)index);
@@ -133,8 +135,11 @@ static inline gpurt_code gpurt_logits_row(const gpurt_logits *logits, int64_t in
 static inline gpurt_code gpurt_logits_index(const gpurt_logits *logits, uint64_t address, int64_t *index)
 {
     char text[160];
-    uint64_t offset = address - logits->base;
-    uint64_t row = logits->row_bytes ? offset / logits->row_bytes : 0;
+    uint64_t offset, row;
+    if (!logits || !index)
+        return gpurt_fail(GPURT_ERROR_VALUE, "gpurt_logits_index: expected rows and room for an index, got NULL");
+    offset = address - logits->base;
+    row = logits->row_bytes ? offset / logits->row_bytes : 0;
     if (address < logits->base || !logits->row_bytes || offset % logits->row_bytes || row >= (uint64_t)logits->rows) {
         snprintf(text, sizeof text, "logits: expected the address of one of %lld rows of %llu bytes from 0x%llx, got 0x%llx",
                  (long long)logits->rows, (unsigned long long)logits->row_bytes, (unsigned long long)logits->base,

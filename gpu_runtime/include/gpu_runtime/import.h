@@ -23,6 +23,8 @@ static inline int gpurt_alive(void) { return gpurt_is_alive_(gpurt_table_now_())
 static inline gpurt_code gpurt_check_abi(const gpurt_table *table)
 {
     char text[200];
+    if (!table)
+        return gpurt_fail(GPURT_ERROR_VALUE, "gpurt_check_abi: expected a table, got NULL");
     if (table->abi_major == GPURT_ABI_MAJOR && table->abi_minor >= GPURT_ABI_MINOR &&
         table->struct_size >= sizeof(gpurt_table))
         return GPURT_OK;
@@ -97,6 +99,24 @@ static inline gpurt_code gpurt_leave_(gpurt_call_ *call)
     PyGILState_Release(call->gil);
     __atomic_sub_fetch(&call->table->inflight, 1, __ATOMIC_SEQ_CST);
     return call->status.code == GPURT_OK ? GPURT_OK : gpurt_fail(call->status.code, call->status.message);
+}
+
+/* Give up a reference, on any thread; what it refers to is leaked when the interpreter has begun to end. Before
+ * gpurt_import() nothing tells of that, and the interpreter must not end meanwhile. */
+static inline void gpurt_drop_(PyObject *object)
+{
+    gpurt_table *table = gpurt_table_now_();
+    if (!object || !Py_IsInitialized())
+        return;
+    if (table)
+        __atomic_add_fetch(&table->inflight, 1, __ATOMIC_SEQ_CST); /* the interpreter's end waits for this */
+    if (!table || gpurt_is_alive_(table)) {
+        PyGILState_STATE gil = PyGILState_Ensure();
+        Py_DECREF(object);
+        PyGILState_Release(gil);
+    }
+    if (table)
+        __atomic_sub_fetch(&table->inflight, 1, __ATOMIC_SEQ_CST);
 }
 
 #ifdef __cplusplus

@@ -18,6 +18,8 @@ static inline gpurt_code gpurt_number_(PyObject *object, const char *module, con
     uint64_t value = 0;
     if (!object) {
         code = gpurt_fail(GPURT_ERROR_TYPE, "expected an object, got NULL");
+    } else if (!number) {
+        code = gpurt_fail(GPURT_ERROR_VALUE, "expected room for a number, got NULL");
     } else {
         if (PyLong_CheckExact(object)) {
             value = PyLong_AsUnsignedLongLong(object);
@@ -53,10 +55,14 @@ static inline gpurt_code gpurt_pointer_from_object(PyObject *object, uint64_t *p
 /* A new reference to a gpu_runtime.DevicePtr. */
 static inline gpurt_code gpurt_pointer_to_object(uint64_t ptr, PyObject **object)
 {
-    gpurt_exception_ before = gpurt_exception_take_();
+    gpurt_exception_ before;
     gpurt_code code = GPURT_OK;
-    PyObject *number = PyLong_FromUnsignedLongLong(ptr);
-    PyObject *made = number ? gpurt_python_("gpu_runtime.pointer", "DevicePtr", number, 0) : 0;
+    PyObject *number, *made;
+    if (!object)
+        return gpurt_fail(GPURT_ERROR_VALUE, "gpurt_pointer_to_object: expected room for an object, got NULL");
+    before = gpurt_exception_take_();
+    number = PyLong_FromUnsignedLongLong(ptr);
+    made = number ? gpurt_python_("gpu_runtime.pointer", "DevicePtr", number, 0) : 0;
     Py_XDECREF(number);
     if (made)
         *object = made;

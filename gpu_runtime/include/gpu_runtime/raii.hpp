@@ -87,13 +87,7 @@ class ref {
         std::swap(object_, other.object_);
         return *this;
     }
-    ~ref()
-    {
-        if (object_ && Py_IsInitialized()) {
-            gil_acquire gil;
-            Py_DECREF(object_);
-        }
-    }
+    ~ref() { gpurt_drop_(object_); }
     PyObject *get() const noexcept { return object_; }
     PyObject *release() noexcept { return std::exchange(object_, nullptr); }
     explicit operator bool() const noexcept { return object_ != nullptr; }
