@@ -18,6 +18,7 @@ from gpu_runtime.capi import codes
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import stream_handle
 from tests.c_api.library import Failed, Library
+from tests.naming import named
 
 TOP = (1 << 64) - 1
 
@@ -61,7 +62,7 @@ def array_interface(data: Any) -> Any:
         (array_interface((0, True)), 0),
         (SimpleNamespace(ptr=1, __cuda_array_interface__={"data": (2, False)}), 2),
     ],
-    ids=str,
+    ids=named,
 )
 def test_the_address_of_an_object(both: Library, value: Any, address: int) -> None:
     assert both.get(c_uint64, "pointer_from_object", value) == address
@@ -84,7 +85,7 @@ def test_the_address_of_an_object(both: Library, value: Any, address: int) -> No
         (SimpleNamespace(__cuda_array_interface__=5), "TYPE", "expected data (address, read_only)"),
         (type("Class", (), {"ptr": 5}), "TYPE", "pointer: expected an integer, or an object"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_what_is_no_address(both: Library, value: Any, kind: str, text: str) -> None:
     out = c_uint64(77)
@@ -110,7 +111,7 @@ STREAMS = [
 ]
 
 
-@pytest.mark.parametrize("stream", STREAMS, ids=[str(getattr(one, "pair", one)) for one in STREAMS])
+@pytest.mark.parametrize("stream", STREAMS, ids=[named(getattr(one, "pair", one)) for one in STREAMS])
 def test_streams_follow_the_rules_of_python(both: Library, stream: Any) -> None:
     """Those of `gpu_runtime.streams`, errors and their words included; those have tests of their own."""
     expected: Any

@@ -19,6 +19,7 @@ from gpu_runtime.interop import dlpack
 from tests.backends import Device, host_only
 from tests.gpu_runtime.exchanging import Array, Producer, X, lent, settle
 from tests.gpu_runtime.toy import REGISTRY, launch, values
+from tests.naming import named
 from tests.ops.harness import download
 
 
@@ -141,7 +142,7 @@ def test_a_used_capsule(gpu: GpuBackend, versioned: bool) -> None:
     assert len(producer.deleted) == 1
 
 
-@pytest.mark.parametrize("source", [None, 3, "x", X.tolist(), memoryview(b"x")], ids=str)
+@pytest.mark.parametrize("source", [None, 3, "x", X.tolist(), memoryview(b"x")], ids=named)
 def test_what_is_no_producer(gpu: GpuBackend, source: Any) -> None:
     with pytest.raises(TypeError, match="from_dlpack: expected an object with __dlpack__ or a capsule"):
         from_dlpack(gpu, source)
