@@ -130,12 +130,13 @@ def test_read_only_memory(toy_gpu: GpuBackend) -> None:
 
 
 def test_bfloat16(toy_gpu: GpuBackend) -> None:
+    import cupy
+
+    if int(cupy.__version__.partition(".")[0]) < 14:
+        pytest.skip("CuPy takes bfloat16 from version 14 on")
     bits = np.arange(8, dtype=np.uint16) << 7
     buffer = view(toy_gpu, upload(toy_gpu, bits), 8, "bf16")
-    try:
-        array = by_dlpack(buffer)
-    except (BufferError, TypeError, ValueError) as error:
-        pytest.skip(f"this CuPy takes no bfloat16: {error}")
+    array = by_dlpack(buffer)
     assert array.data.ptr == buffer.ptr
     assert array.view(np.uint16).get().tolist() == bits.tolist()
     del array

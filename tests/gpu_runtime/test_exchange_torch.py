@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gpu_runtime import GpuBackend, from_cuda_array_interface, from_dlpack, view
+from tests.backends import cuda_only
 from tests.gpu_runtime.exchanging import X, lent, settle
 from tests.gpu_runtime.test_export_order import Y, busy
 from tests.ops.harness import download, upload
@@ -46,9 +47,8 @@ def test_values_while_our_stream_is_busy(gpu: GpuBackend) -> None:
     assert len(trace) == (1 if gpu.kind() == "host" else 0), "only on the host we wait"
 
 
+@cuda_only  # PyTorch has no streams on the host
 def test_values_on_a_stream_of_theirs(gpu: GpuBackend) -> None:
-    if gpu.kind() == "host":
-        pytest.skip("PyTorch has no streams on the host")
     buffer = busy(gpu, gpu.create_stream())
     with torch.cuda.stream(torch.cuda.Stream()):
         assert (torch.from_dlpack(buffer) * 4).tolist() == (3 * Y).tolist()
@@ -109,9 +109,8 @@ def test_an_import_is_the_same_memory(gpu: GpuBackend) -> None:
             assert got.tolist() == one.contiguous().view(torch.int16).tolist()
 
 
+@cuda_only  # a tensor on the host has no such interface
 def test_an_import_by_the_cuda_array_interface(gpu: GpuBackend) -> None:
-    if gpu.kind() == "host":
-        pytest.skip("a tensor on the host has no such interface")
     tensor = torch.arange(4, dtype=torch.float32, device="cuda")
     torch.cuda.synchronize()  # PyTorch names no stream there
     with from_cuda_array_interface(gpu, tensor) as buffer:
