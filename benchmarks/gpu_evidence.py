@@ -36,7 +36,7 @@ MEASURED: Final = "measured: "
 PYTHON: Final = "python3"
 """Stands in commands for the interpreter that runs this."""
 
-PYTEST: Final = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--require-gpu")
+PYTEST: Final = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--require-gpu", "--more")
 OPS: Final = "tests/ops/test_conformance.py"
 MODEL: Final = "tests/gpu/test_short_run.py"
 LAUNCH_COST: Final = "tests/gpu/test_launch_cost.py"

@@ -14,6 +14,8 @@ os.environ.setdefault("METRALE_DEVICE", "host")
 # No test asks the network, or finds what a user's cache has: those of tests/hub have a server and a cache of their own.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_CACHE"] = os.path.join(os.path.dirname(os.path.abspath(__file__)), "no cache of huggingface_hub")
+# These have been read by now: a test that starts pytest means its own options, not those of the run it is part of.
+os.environ.pop("PYTEST_ADDOPTS", None)
 
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -31,7 +33,7 @@ from tests.reference.tiny import write_tiny
 
 MakeModel = Callable[..., NllbModel]
 
-LEFT_OUT = pytest.StashKey[str]()
+LEFT_OUT = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="an exact cudaMalloc for each block, without redzones: for memory checkers",
     )
 
+    parser.addoption("--more", action="store_true", help="make every draw of tests that draw, not only the first")
     parser.addoption(
         "--require-compilers",
         action="store_true",
@@ -62,19 +65,35 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a GPU where there is none; `pytest_terminal_summary` says so."""
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    """Leave out what needs a GPU where there is none, and further draws; `pytest_terminal_summary` says so."""
+    said: list[str] = []
+
+    def leave_out(mark: str, why: str) -> None:
+        some = [item for item in items if item.get_closest_marker(mark)]
+        if some:
+            said.append(f"{len(some)} {why}")
+            config.hook.pytest_deselected(items=some)
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
+
+    gpu = any(item.get_closest_marker("gpu") for item in items)
     reason = why_no_gpu() if gpu else None
-    if reason is None:
-        return
-    config.stash[LEFT_OUT] = f"{len(gpu)} tests need a GPU and were left out: {reason}"
-    config.hook.pytest_deselected(items=gpu)
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    if reason is not None:
+        leave_out("gpu", f"tests need a GPU and were left out: {reason}")
+    if not config.getoption("more"):
+        leave_out("more", "further draws were left out: --more makes them too")
+    config.stash[LEFT_OUT] = said
+    if hasattr(config, "workeroutput"):  # one of several processes, each of which collects all of the tests
+        config.workeroutput["left out"] = said
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker of pytest-xdist left out: it has no terminal to say so."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", [])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    text = config.stash.get(LEFT_OUT, None)
-    if text is not None:
+    for text in config.stash.get(LEFT_OUT, []):
         terminalreporter.write_line(text, yellow=True)
 
 

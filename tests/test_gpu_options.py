@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -28,8 +29,16 @@ def test_tests_on_a_gpu_are_left_out_and_the_summary_says_so() -> None:
     assert "2 deselected" in done.stdout
 
 
-def test_asking_for_them_alone_is_no_success() -> None:
-    done = run("-m", "gpu", TESTS)
+SIDE_BY_SIDE = pytest.param(
+    ("-n", "2"),
+    id="side by side",
+    marks=pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reason="the extra dev brings pytest-xdist"),
+)
+
+
+@pytest.mark.parametrize("workers", [pytest.param((), id="one process"), SIDE_BY_SIDE])
+def test_asking_for_them_alone_is_no_success(workers: tuple[str, ...]) -> None:
+    done = run("-m", "gpu", *workers, TESTS)
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
     assert "2 tests need a GPU and were left out: cuda" in done.stdout
 

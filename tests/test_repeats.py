@@ -138,7 +138,7 @@ def test_no_golden_output_is_flagged(translator: Translator) -> None:
         for kind in ("greedy", "beam4", "beam4_early_stopping"):
             assert not repeats(case[kind]["ids"][2:-1], whole=True), case["text"]
     for beams in (1, 4):
-        results = translator.translate(TEXTS, SOURCES, TARGETS, num_beams=beams)
+        results = translator.translate(TEXTS[::4], SOURCES[::4], TARGETS[::4], num_beams=beams)
         assert not any(result.repeats for result in results)
 
 

@@ -33,12 +33,17 @@ def translator(gpu: GpuBackend) -> Iterator[Translator]:
         yield translator
 
 
-@pytest.mark.parametrize(("recorded", "early_stopping"), [("beam4", False), ("beam4_early_stopping", True)])
-def test_golden_texts_and_scores(translator: Translator, recorded: str, early_stopping: bool) -> None:
+@pytest.mark.parametrize(
+    ("recorded", "early_stopping", "some"),
+    [("beam4", False, slice(0, None, 2)), ("beam4_early_stopping", True, slice(1, None, 2))],
+)
+def test_golden_texts_and_scores(translator: Translator, recorded: str, early_stopping: bool, some: slice) -> None:
+    """One half of the cases each way; `tests/nllb/test_beam_golden.py` has the ids of all of them both ways."""
+    texts, sources, targets = TEXTS[some], SOURCES[some], TARGETS[some]
     results = translator.translate(
-        TEXTS, SOURCES, TARGETS, num_beams=4, early_stopping=early_stopping, return_scores=True
+        texts, sources, targets, num_beams=4, early_stopping=early_stopping, return_scores=True
     )
-    for case, result in zip(CASES, results, strict=True):
+    for case, result in zip(CASES[some], results, strict=True):
         (best,) = result.hypotheses
         assert (result.text, list(best.token_ids)) == (case[recorded]["text"], case[recorded]["ids"][2:])
         assert (result.finish_reason, best.text, best.score) == ("eos", result.text, result.score)

@@ -170,7 +170,7 @@ def test_a_search_with_other_log_probabilities_is_a_problem(tmp_path: Path, monk
         return ms, best
 
     monkeypatch.setattr(gpu_beams, "generate", wrong)
-    status, report = run(tmp_path, "--peers", "none", "--no-ops")
+    status, report = run(tmp_path, "--peers", "none", "--no-ops", "--batches", "3")
     assert status == 1
     first, second = report["problems"]
     assert first.startswith("tiny: batch 1, 4 beams: log-probabilities are not those of the same ids alone")
@@ -178,7 +178,7 @@ def test_a_search_with_other_log_probabilities_is_a_problem(tmp_path: Path, monk
 
 
 def test_without_beams(tmp_path: Path) -> None:
-    status, report = run(tmp_path, "--peers", "none", "--no-ops", "--beams", "0")
+    status, report = run(tmp_path, "--peers", "none", "--no-ops", "--beams", "0", "--batches", "1")
     assert status == 0
     assert "beams" not in report["shapes"]["tiny"]
 

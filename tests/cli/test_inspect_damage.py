@@ -439,7 +439,7 @@ def test_values_that_are_not_finite(
         found["lm_head.weight"] = found["model.shared.weight"].copy()
 
     tensors(change)(folder)
-    monkeypatch.setattr("metrale.cli.value_check._CHUNK_BYTES", 1000)  # the counts of many chunks are added up
+    monkeypatch.setattr("metrale.cli.value_check._CHUNK_BYTES", 100_000)  # the counts of many chunks are added up
     inspect(folder, capsys, code=0)  # nothing is read without being asked for
     report, problems = inspect(folder, capsys, "--check-values")
     size = 1024 * 256

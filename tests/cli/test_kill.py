@@ -22,7 +22,7 @@ CASES = sorted(
     (case for case in GOLDEN if (case["src_lang"], case["tgt_lang"]) == ("eng_Latn", "fra_Latn")),
     key=lambda case: len(case["greedy"]["ids"]),
 )[:8]
-LINES = 48
+LINES = 24
 TEXTS = [CASES[index % len(CASES)]["text"] for index in range(LINES)]
 EXPECTED = "".join(f"{CASES[index % len(CASES)]['greedy']['text']}\n" for index in range(LINES)).encode()
 OPTIONS = ("--device", "host", "--dtype", "float32", "--to", "fra_Latn", "--max-batch", "4")

@@ -20,7 +20,7 @@ from tests.backends import Device
 from tests.cli.conftest import Feed
 from tests.test_translator_adapters import demo_adapter
 
-SOURCE, TARGET = 64, 48  # tokens that the model takes, and gives
+SOURCE, TARGET = 64, 16  # tokens that the model takes, and gives
 SHORT = "The garage door is open."
 LONG = "Turn off the lights in the living room. " * 12
 LONG_PREFIX = "de la porte " * 20
@@ -98,8 +98,8 @@ def test_the_flag_turns_where_the_room_ends(translator: Translator) -> None:
         (lambda t: list(t.stream([SHORT], target_prefix=LONG_PREFIX)), "target_prefix: expected at most"),
         (lambda t: t.check_options(target_prefix=LONG_PREFIX), "target_prefix: expected at most"),
         (lambda t: t.translate(SHORT, num_beams=2, target_prefix=LONG_PREFIX), "target_prefix: expected at most"),
-        (lambda t: t.translate(SHORT, max_new_tokens=TARGET + 1), "max_new_tokens: expected an int from 1 to 48"),
-        (lambda t: t.score(SHORT, LONG_PREFIX), r"targets\[0\]: expected a text of at most 47 tokens"),
+        (lambda t: t.translate(SHORT, max_new_tokens=TARGET + 1), "max_new_tokens: expected an int from 1 to 16"),
+        (lambda t: t.score(SHORT, LONG_PREFIX), r"targets\[0\]: expected a text of at most 15 tokens"),
         (lambda t: t.score([LONG, SHORT], ["a", "b"], truncate=False), r"sources\[0\]: expected a text of at most 62"),
         (lambda t: t.translate([SHORT, LONG], truncate=False), r"texts\[1\]: expected a text of at most 62 tokens"),
     ],
@@ -129,9 +129,9 @@ def test_the_engine_refuses(adapter_slot: int, translator: Translator) -> None:
     with Engine(model) as engine:
         with pytest.raises(InvalidInput, match="prompt_tokens: expected at most 62 tokens, the model's limit, got 63"):
             engine.submit(Request(first, *languages, adapter_slot=adapter_slot))
-        with pytest.raises(InvalidInput, match="max_new_tokens: expected at most 48 tokens, the model's limit, got 49"):
+        with pytest.raises(InvalidInput, match="max_new_tokens: expected at most 16 tokens, the model's limit, got 17"):
             engine.submit(Request(first[:5], *languages, TARGET + 1, adapter_slot=adapter_slot))
-        with pytest.raises(InvalidInput, match="prefix_tokens: expected at most 48"):
+        with pytest.raises(InvalidInput, match="prefix_tokens: expected at most 16"):
             engine.submit(Request(first[:5], *languages, prefix_tokens=first, adapter_slot=adapter_slot))
 
 
@@ -149,7 +149,7 @@ def test_the_model_refuses(translator: Translator) -> None:
             model.generate_beam_batch([BeamReq(long, 8074, 8084, -1, 2, 8, 1.0, False)])
         with pytest.raises(InvalidInput, match="at most 62"):
             model.score_targets([ScoreReq(long, (5, 2), 8074, 8084)])
-        with pytest.raises(InvalidInput, match="expected 1 to 48 ids"):
+        with pytest.raises(InvalidInput, match="expected 1 to 16 ids"):
             model.score_targets([ScoreReq((5,), (*long, 2), 8074, 8084)])
 
 
@@ -195,7 +195,7 @@ def test_the_command_says_so_of_pairs(feed: Feed, capsys: pytest.CaptureFixture[
     assert (
         "metrale: warning: pair 2: only the beginning of its text was looked at (--max-source-len)" in err.splitlines()
     )
-    assert "metrale: warning: pair 3: not scored: target: expected a text of at most 47 tokens" in err
+    assert "metrale: warning: pair 3: not scored: target: expected a text of at most 15 tokens" in err
 
 
 @pytest.mark.parametrize("options", [[], ["--beam", "2"], ["--target-prefix", "La"], ["--forced-eos"]])
@@ -225,4 +225,4 @@ def test_the_command_refuses_a_prefix_that_leaves_no_room(capsys: pytest.Capture
     assert main(["translate", "--to", "fra_Latn", *LIMITS, "--target-prefix", LONG_PREFIX, SHORT]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "and --target-prefix: expected at most 48 tokens" in err
+    assert "and --target-prefix: expected at most 16 tokens" in err

@@ -24,6 +24,7 @@ from metrale.model import GREEDY, SamplingParams, SequenceState
 from metrale.nllb.model import NllbModel
 from tests.backends import host_only, open_host
 from tests.conftest import MakeModel
+from tests.draws import made
 from tests.engine.conftest import RunSolo
 from tests.engine.oracle import Solo
 from tests.engine.patience import PATIENCE, Gate
@@ -123,7 +124,12 @@ def test_a_step_that_fails_is_made_again_in_parts(make_tiny: MakeModel, solo: Ru
 
 @pytest.mark.parametrize("kind", USED)
 def test_any_call_fails_once(
-    cramped: NllbModel, long: list[Solo], pool: list[Solo], faults: dict[str, FailCall], kind: str
+    cramped: NllbModel,
+    long: list[Solo],
+    pool: list[Solo],
+    faults: dict[str, FailCall],
+    kind: str,
+    pytestconfig: pytest.Config,
 ) -> None:
     """At random moments, during forwards, choices, and moves out of the KV and back.
 
@@ -131,7 +137,7 @@ def test_any_call_fails_once(
     """
     fault, rng, hit = faults[kind], random.Random(kind), 0
     calls: dict[str, int] = {}
-    moments = [None, *(rng.random() for _ in range(5))]
+    moments = [None, *(rng.random() for _ in made(pytestconfig, range(5), 2))]
     for moment in moments:
         with serving(cramped, prefill_interval=1) as engine, still_serving(engine, pool[:3]):
             with stopped(engine):

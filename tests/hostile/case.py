@@ -92,12 +92,15 @@ class Case:
     expect : Answer or Refusal
     build : callable
         Fills the folder, before anything is measured.
+    further : bool
+        Its likes are enough for a run that does not ask for more.
     """
 
     name: str
     run: Callable[[Path], object]
     expect: Answer | Refusal
     build: Callable[[Path], object] = nothing
+    further: bool = False
 
 
 @dataclass(frozen=True)

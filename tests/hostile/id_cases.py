@@ -18,7 +18,7 @@ from tests.hostile import stage
 from tests.hostile.calls import PROMPT, VOCAB, tiny
 from tests.hostile.case import Answer, Case, Outcome, Refusal
 from tests.hostile.child import described
-from tests.hostile.kinds import ids, made, whole
+from tests.hostile.kinds import Kind, ids, made, whole
 from tests.reference.adapters import Recipe, write_raw
 from tests.reference.tiny import tiny_config
 
@@ -155,19 +155,21 @@ _SEVERAL: Final = dict(IDS.but("none").also(none=None).wrong)
 _SINGLE: Final = dict(ONE.but("none").wrong)
 
 
-def _same(call: Call, valid: Any, value: Any) -> Callable[[Path], object]:
-    return lambda _: {"same": call(made(value)) == call(valid)}
+def _alike(call: Call, kind: Kind) -> Callable[[Path], object]:
+    """Return a run of a valid value and of all that must do what it does, which names those that do not."""
+
+    def run(_: Path) -> list[str]:
+        expected = call(made(kind.valid))
+        return [label for label, value in kind.alike.items() if call(made(value)) != expected]
+
+    return run
 
 
 def _ids() -> Iterator[Case]:
-    for name, (call, argument) in SEQUENCES.items():
-        yield Case(f"ids/{name}/wrong", _refusals(call, _SEVERAL, argument), Answer({}))
-        for label, value in IDS.alike.items():
-            yield Case(f"ids/{name}/alike_{label}", _same(call, IDS.valid, value), Answer({"same": True}))
-    for name, (call, argument) in SINGLE.items():
-        yield Case(f"ids/{name}/wrong", _refusals(call, _SINGLE, argument), Answer({}))
-        for label, value in ONE.alike.items():
-            yield Case(f"ids/{name}/alike_{label}", _same(call, ONE.valid, value), Answer({"same": True}))
+    for table, wrong, kind in ((SEQUENCES, _SEVERAL, IDS), (SINGLE, _SINGLE, ONE)):
+        for name, (call, argument) in table.items():
+            yield Case(f"ids/{name}/wrong", _refusals(call, wrong, argument), Answer({}))
+            yield Case(f"ids/{name}/alike", _alike(call, kind), Answer([]))
 
 
 # not finite

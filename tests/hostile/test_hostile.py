@@ -11,7 +11,9 @@ from tests.hostile.case import Case, Outcome, complaint
 from tests.hostile.catalogue import cases
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.more if case.further else ()) for case in cases()]
+)
 def test_case(case: Case, outcome_of: Callable[[Case], Outcome]) -> None:
     outcome = outcome_of(case)
     wrong = complaint(case, outcome)

@@ -60,8 +60,8 @@ def test_there_are_hundreds_of_cases_of_each_kind() -> None:
     least |= {
         "adapter": 100,
         "torch": 150,
-        "options": 400,
-        "ids": 100,
+        "options": 250,
+        "ids": 30,
         "not_finite": 15,
         "texts": 100,
         "command": 50,

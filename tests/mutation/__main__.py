@@ -10,6 +10,8 @@ import os
 
 # Small products in several processes: more than one BLAS thread in each would only get in the way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# A mutant is noticed by the tests named for it, run here: other options, as of several processes, would hide it.
+os.environ.pop("PYTEST_ADDOPTS", None)
 
 import argparse
 import collections

@@ -95,7 +95,7 @@ def _fork(mutant: AnyMutant | None, tests: tuple[str, ...], log: str) -> int:
         if mutant is not None:
             sys.meta_path.insert(0, MutatedFinder(mutant))
         os.chdir(ROOT)
-        options = ("-m", "not gpu", "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider")
+        options = ("-m", "not gpu", "--more", "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider")
         code = int(pytest.main([*tests, *options]))
         sys.stdout.flush()
         sys.stderr.flush()

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from tests.draws import made
 from tests.mutation.__main__ import LEAST_PER_GROUP
 from tests.mutation.kernel_runner import KernelMutant, kernel_mutants, ops_by_name
 
@@ -29,13 +30,13 @@ def test_no_mutant_stands_twice(name: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy's binding of NVRTC is not installed")
 @pytest.mark.parametrize("name", sorted(ops_by_name()))
-def test_mutants_compile(name: str) -> None:
+def test_mutants_compile(name: str, pytestconfig: pytest.Config) -> None:
     """Up to the end of the front end, which is what a mutant can fail in."""
     from gpu_runtime.cuda import nvrtc
 
     library = nvrtc._library()
     options = (*nvrtc.OPTIONS, "--gpu-architecture=compute_90", "--fdevice-syntax-only")
-    for mutant in (one for one in MUTANTS if one.op == name):
+    for mutant in made(pytestconfig, [one for one in MUTANTS if one.op == name], 8):
         program = library.createProgram(mutant.text(), f"{name}.cu", (), ())
         try:
             library.compileProgram(program, options)

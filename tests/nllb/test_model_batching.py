@@ -34,7 +34,7 @@ def groups(size: int, count: int) -> list[list[int]]:
     return result
 
 
-@pytest.mark.parametrize(("size", "count"), [(7, 8), (32, 3)])
+@pytest.mark.parametrize(("size", "count"), [(7, 6), (32, 2)])
 def test_the_same_logits_in_any_company(demo: NllbModel, alone: list[Rows], size: int, count: int) -> None:
     """Every lane of random groups, the first of 7 and the last of 32 too: the same ids and nearly the same logits."""
     for group in groups(size, count):

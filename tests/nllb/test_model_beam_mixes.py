@@ -15,14 +15,16 @@ import pytest
 
 from metrale import BeamReq
 from metrale.nllb.model import NllbModel
+from tests.draws import draws, made
 from tests.nllb import beam_mixes
 from tests.nllb.adapters import Shelf
 from tests.nllb.by_rows import device_by_rows
 from tests.nllb.searching import alone, nothing_left, same
 
 SEEDS = range(24)
-LEAST = {"requests": 100, "at their limit": 60, "with fewer results than asked for": 3}
-"""How often the seeds must make things happen."""
+ALWAYS = 8
+LEAST = {"requests": 90, "at their limit": 60, "with fewer results than asked for": 3}
+"""How often all seeds must make things happen, and a part of them in proportion."""
 
 Outcome = Callable[[int], Counter[str]]
 
@@ -38,14 +40,16 @@ def outcome(models: list[NllbModel]) -> Outcome:
     return functools.cache(lambda seed: beam_mixes.check(models, seed))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", draws(SEEDS, ALWAYS))
 def test_every_request_finds_what_it_finds_alone(outcome: Outcome, seed: int) -> None:
     outcome(seed)
 
 
-def test_the_seeds_reach_everything(outcome: Outcome) -> None:
-    total: Counter[str] = sum(map(outcome, SEEDS), Counter())
-    assert {event: total[event] for event, least in LEAST.items() if total[event] < least} == {}
+def test_the_seeds_reach_everything(outcome: Outcome, pytestconfig: pytest.Config) -> None:
+    seeds = made(pytestconfig, SEEDS, ALWAYS)
+    total: Counter[str] = sum(map(outcome, seeds), Counter())
+    part = len(seeds) / len(SEEDS)
+    assert {event: total[event] for event, least in LEAST.items() if total[event] < int(least * part)} == {}
     reqs = [req for seed in SEEDS for req in beam_mixes.draw(seed)]
     widths = Counter(req.num_beams for req in reqs)
     assert {*range(1, 9), 16} == set(widths)

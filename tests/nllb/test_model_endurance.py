@@ -61,6 +61,7 @@ def test_memory_is_flat_over_two_thousand_sentences() -> None:
     assert gpu.live_alloc_count() == 0
 
 
+@pytest.mark.more
 def test_memory_is_flat_over_two_thousand_translations() -> None:
     """Whole translations of the golden texts in ever new company, a hundred a call."""
     rng = np.random.default_rng(1)

@@ -83,12 +83,13 @@ def write_sparse(folder: Path) -> int:
     return end
 
 
-@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
-def test_loading_takes_the_model_and_a_few_buffers(tmp_path: Path, dtype: str, itemsize: int) -> None:
+@pytest.mark.parametrize(("dtype", "itemsize", "buffers"), [("bfloat16", 2, 3 * MIB), ("float32", 4, -MIB)])
+def test_loading_takes_the_model_and_a_few_buffers(tmp_path: Path, dtype: str, itemsize: int, buffers: int) -> None:
     """At most 120 MiB beside the model: a slot of 8 MiB for each of at most 10 threads, and what they convert.
 
-    A copy of the whole checkpoint, or of its embedding alone (256 MiB as stored), would be found. The buffers are seen,
-    else nothing was measured; they are gone afterwards.
+    A copy of the whole checkpoint, or of its embedding alone (256 MiB as stored), would be found. The buffers of a
+    conversion are seen, else nothing was measured; they are gone afterwards. What is stored as it is wanted needs none:
+    the file is read into its place.
     """
     stored = write_sparse(tmp_path)
     assert stored > 600e6
@@ -99,6 +100,6 @@ def test_loading_takes_the_model_and_a_few_buffers(tmp_path: Path, dtype: str, i
     peak, after, weights, total, took = map(float, result.stdout.split())
     assert 0 <= weights - stored / 4 * itemsize < MIB
     assert total - MIB <= after < total + 24 * MIB
-    assert total + 3 * MIB < peak < total + 120 * MIB
+    assert total + buffers < peak < total + 120 * MIB
     assert took < 10
     assert time.perf_counter() - began < 20

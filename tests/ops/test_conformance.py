@@ -60,12 +60,13 @@ def test_in_place(gpu: GpuBackend, op: Op, alias: tuple[str, str], dtype: str) -
 
 @pytest.mark.parametrize("op", [op for op in OPS if op.spec.tolerance.f32 > 0], ids=lambda op: op.spec.name)
 def test_no_tolerance_passes_an_all_zero_result(op: Op) -> None:
-    for dtype in op.spec.dtypes:
-        for case in op.cases:
-            inputs = op.make_inputs(np.random.default_rng(seed_of(op, dtype, case)), dtype, **case)
-            for name, exact in ORACLES[op.spec.name](inputs).items():
-                with pytest.raises(AssertionError):
-                    close(np.zeros_like(exact), exact, op.spec.tolerance.of(dtype), name)
+    """The widest one of an op does not."""
+    dtype = max(op.spec.dtypes, key=op.spec.tolerance.of)
+    for case in op.cases:
+        inputs = op.make_inputs(np.random.default_rng(seed_of(op, dtype, case)), dtype, **case)
+        for name, exact in ORACLES[op.spec.name](inputs).items():
+            with pytest.raises(AssertionError):
+                close(np.zeros_like(exact), exact, op.spec.tolerance.of(dtype), name)
 
 
 def test_a_result_with_nan_fails() -> None:
