@@ -182,7 +182,7 @@ def test_company_arrival_lanes_and_lag_change_nothing(model: NllbModel, mixed: l
 
 
 @pytest.mark.parametrize("kind", HISTORIC)
-@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("at", draws([4, 1], 1))
 def test_being_moved_out_in_the_middle_changes_nothing(model: NllbModel, solo: RunSolo, kind: str, at: int) -> None:
     """Another request has its slot meanwhile, and samples as well."""
     low, high = of_kind(solo, kind, 2, max_new_tokens=16)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gpu_runtime.pointer import DevicePtr
 from metrale.model import FeedSource, PrefillSlice, RowMask, SequenceState
 from metrale.nllb.model import NllbModel
+from tests.draws import draws
 from tests.nllb.backends import OrderedBackend, holds
 from tests.nllb.conftest import MakeModel
 from tests.nllb.decoding import Case, begin, prefilled, results
@@ -64,8 +65,11 @@ def test_a_forward_enqueues_on_its_stream_and_does_not_wait(model: NllbModel, gp
         assert len(work) == len(trace) > 30
 
 
-@pytest.mark.parametrize("first", FORWARDS)
-@pytest.mark.parametrize("second", FORWARDS)
+NAMES = [*FORWARDS]
+PAIRS = [(first, NAMES[(at + ahead) % len(NAMES)]) for ahead in range(len(NAMES)) for at, first in enumerate(NAMES)]
+
+
+@pytest.mark.parametrize(("first", "second"), draws(PAIRS, 3 * len(NAMES)))
 def test_a_forward_comes_after_the_last_one(model: NllbModel, gpu: OrderedBackend, first: str, second: str) -> None:
     """They share activations, whatever their streams and sequences."""
     one, two = prefilled(model, ONE), prefilled(model, TWO)
