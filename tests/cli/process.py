@@ -24,10 +24,12 @@ SECONDS: Final = 60.0
 
 
 @contextmanager
-def started(*arguments: object, **options: Any) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
+def started(
+    *arguments: object, script: str = MAIN, **options: Any
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
     """Start ``metrale`` with pipes; give the process, its input and its output. It is killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *map(str, arguments)],
+        [sys.executable, "-c", script, *map(str, arguments)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
