@@ -29,7 +29,8 @@ BELOW: dict[str, set[str]] = {
     "metrale.translator": {"metrale.factory", "metrale.engine"},
     "metrale.demo": {"metrale.errors"},
     "metrale": {"metrale.translator", "metrale.demo"},
-    "metrale.cli": {"metrale"},
+    "metrale.bench": {"metrale"},
+    "metrale.cli": {"metrale.bench"},
     "metrale.__main__": {"metrale.cli"},
 }
 """For each layer, what lies directly below it; it may import all that lies below those, too."""
@@ -49,6 +50,7 @@ HOMES = {
     "safetensors": {"metrale.checkpoint"},
     "huggingface_hub": {"metrale.hub"},
     "tqdm": {"metrale.cli"},
+    "matplotlib": {"metrale.bench"},
 }
 """Third-party packages, or modules of them, that only some layers may import."""
 
