@@ -92,4 +92,4 @@ def _draw_series(axes: Any, label: str, cases: Sequence[Mapping[str, Any]], colu
 
 
 def _has(case: Mapping[str, Any], peer: str, key: str) -> bool:
-    return peer in case["peers"] and case["peers"][peer][key] is not None
+    return peer in case["peers"] and case["peers"][peer].get(key) is not None

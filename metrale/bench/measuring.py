@@ -22,7 +22,10 @@ from metrale.errors import MetraleError
 from metrale.nllb.model import NllbModel
 
 READER_BYTES: Final = {"cuda": 4 << 30, "host": 1 << 20}
-"""What is read to keep a device busy, and its L2 empty of weights."""
+"""What is read to keep a device busy, and its L2 empty of weights, where there is room for so much."""
+_READER_SHARE: Final = 8
+"""The part of the free memory that it may take."""
+_PACK: Final = 16  # bytes that a thread reads at once
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,9 @@ class Bench:
 def instruments(gpu: GpuBackend) -> Iterator[tuple[Clock, Reader]]:
     """Give a clock and a reader of a device, which are gone after the context."""
     clock = Clock(gpu)
+    size = min(READER_BYTES[gpu.kind()], gpu.free_memory() // _READER_SHARE) // _PACK * _PACK
     try:
-        with Reader(gpu, READER_BYTES[gpu.kind()]) as reader:
+        with Reader(gpu, size) as reader:
             yield clock, reader
     finally:
         clock.close()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from metrale.bench.report import read_object
+from metrale.bench.json_values import read_object, require, require_number, require_times
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -21,13 +21,34 @@ def read(path: Path) -> dict[str, Any]:
         When it holds something else.
     """
     found = read_object(path)
-    protocol, peers = found.get("protocol"), found.get("peers")
-    if not isinstance(protocol, dict) or not isinstance(peers, dict) or not peers:
-        raise ValueError("expected the results of peers, with the keys protocol and peers")
-    missing = [key for key in ("source_tokens", "new_tokens", "beams", "dtype") if key not in protocol]
-    if missing:
-        raise ValueError(f"protocol: expected {', '.join(missing)}")
+    protocol = require("protocol", found.get("protocol"), dict)
+    for key in ("source_tokens", "new_tokens", "beams"):
+        require_number(f"protocol.{key}", protocol.get(key))
+    require("protocol.dtype", protocol.get("dtype"), str)
+    for peer, result in require("peers", found.get("peers"), dict).items():
+        _check_result(f"peers.{peer}", result)
     return found
+
+
+def _check_result(place: str, result: object) -> None:
+    entry = require(place, result, dict)
+    for key, kind in (("versions", dict), ("shapes", dict), ("errors", list)):
+        require(f"{place}.{key}", entry.get(key), kind)
+    for name, shape in entry["shapes"].items():
+        where = f"{place}.shapes.{name}"
+        check = require(where, shape, dict).get("check")
+        if check is not None:
+            require(f"{where}.check", check, dict)
+        for part in ("cases", "beams"):
+            for batch, case in require(f"{where}.{part}", shape.get(part, {}), dict).items():
+                _check_times(f"{where}.{part}.{batch}", case)
+
+
+def _check_times(place: str, case: object) -> None:
+    entry = require(place, case, dict)
+    require_times(f"{place}.total_ms", entry.get("total_ms"))
+    if entry.get("step_ms") is not None:
+        require_times(f"{place}.step_ms", entry["step_ms"])
 
 
 def attach(report: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
@@ -56,7 +77,7 @@ def attach(report: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
             notes.append(f"{peer}: there is nothing of {name}, but of {', '.join(result['shapes']) or 'no model'}")
             continue
         check = shape.get("check")
-        if check is None or not check["passed"]:
+        if check is None or check.get("passed") is not True:
             notes.append(f"{peer}: its results were not compared with ours, or differ: {check}")
         report["peers"][peer] = {"versions": result["versions"], "check": check}
         pairs = list(_matched(report, shape, protocol))
@@ -84,15 +105,20 @@ def _matched(
 
 def _beside(case: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a peer's figures, and how many times as long as ours they are: of a step, or of a call without any."""
-    key = "step_ms" if case["step_ms"] and theirs["step_ms"] else "total_ms"
+    key = "step_ms" if case["step_ms"] and theirs.get("step_ms") else "total_ms"
     return {
-        "step_ms": _best(theirs["step_ms"]),
+        "step_ms": _best(theirs.get("step_ms")),
         "total_ms": _best(theirs["total_ms"]),
-        "tokens_per_s": theirs["tokens_per_s"],
-        "ratio_best": round(theirs[key]["min"] / case[key]["min"], 3),
-        "ratio_median": round(theirs[key]["median"] / case[key]["median"], 3),
+        "tokens_per_s": theirs.get("tokens_per_s"),
+        "ratio_best": _ratio(theirs[key]["min"], case[key]["min"]),
+        "ratio_median": _ratio(theirs[key]["median"], case[key]["median"]),
     }
 
 
+def _ratio(theirs: float, ours: float) -> float | None:
+    """Return how many times as long theirs is; None where noise left no time of ours."""
+    return round(theirs / ours, 3) if ours > 0 else None
+
+
 def _best(spread: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if spread is None else {"best": spread["min"], "median": spread["median"], "n": spread["n"]}
+    return None if spread is None else {"best": spread["min"], "median": spread["median"], "n": spread.get("n")}

@@ -7,11 +7,14 @@ docs/bench.md lists the keys.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from metrale.bench.cases import COLUMNS
+from metrale.bench.json_values import read_object, require, require_number, require_times
+from metrale.errors import told
 
 NAME: Final = "metrale bench"
 FORMAT: Final = 1
@@ -30,8 +33,16 @@ NOT_TIMED: Final = {
 }
 """The figures of a case that was not timed."""
 
-_KEYS: Final = ("model", "dtype", "axis", "cases", "problems", "peers")
-_CASE_KEYS: Final = ("batch", "beams", "source_tokens", "new_tokens", "check", "peers", *NOT_TIMED)
+_KEYS: Final[Mapping[str, type]] = {
+    "model": dict,
+    "dtype": str,
+    "axis": str,
+    "device": dict,
+    "cases": list,
+    "problems": list,
+    "peers": dict,
+}
+_COUNTS: Final = ("batch", "beams", "source_tokens", "new_tokens")
 
 
 def empty(
@@ -69,22 +80,6 @@ def save(report: Mapping[str, Any], path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises
-    ------
-    OSError
-        When it cannot be read.
-    ValueError
-        When it holds something else.
-    """
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError("expected a JSON object")
-    return found
-
-
 def load(path: Path) -> dict[str, Any]:
     """Return a report that `save` wrote.
 
@@ -97,14 +92,37 @@ def load(path: Path) -> dict[str, Any]:
     """
     found = read_object(path)
     if found.get("benchmark") != NAME:
-        raise ValueError(f"expected a report of {NAME}, got one of {found.get('benchmark')!r}")
+        raise ValueError(f"expected a report of {NAME}, got one of {told(found.get('benchmark'))}")
     if found.get("format") != FORMAT:
-        raise ValueError(f"expected format {FORMAT}, got {found.get('format')!r}")
-    missing = [key for key in _KEYS if key not in found]
-    for index, case in enumerate(found.get("cases", [])):
-        missing += [f"cases[{index}].{key}" for key in _CASE_KEYS if key not in case]
-    if missing:
-        raise ValueError(f"expected the keys of a report, and {', '.join(missing[:5])} is not there")
+        raise ValueError(f"expected format {FORMAT}, got {told(found.get('format'))}")
+    for key, kind in _KEYS.items():
+        require(key, found.get(key), kind)
+    require("model.name", found["model"].get("name"), str)
     if found["axis"] not in COLUMNS:
-        raise ValueError(f"axis: expected one of {', '.join(COLUMNS)}, got {found['axis']!r}")
+        raise ValueError(f"axis: expected one of {', '.join(COLUMNS)}, got {told(found['axis'])}")
+    for index, case in enumerate(found["cases"]):
+        _check_case(f"cases[{index}]", case)
     return found
+
+
+def _check_case(place: str, case: object) -> None:
+    """Refuse, with ValueError, what a table or a chart could not show."""
+    entry = require(place, case, dict)
+    for key in _COUNTS:
+        require_number(f"{place}.{key}", entry.get(key), least=1)
+    require(f"{place}.peers", entry.get("peers"), dict)
+    for key in NOT_TIMED:
+        if key not in entry:
+            raise ValueError(f"{place}.{key}: expected it to be there")
+        if entry[key] is not None and key.endswith("_ms") and key != "floor_ms":
+            require_times(f"{place}.{key}", entry[key])
+        elif entry[key] is not None:
+            require_number(f"{place}.{key}", entry[key])
+    for peer, theirs in entry["peers"].items():
+        for key in ("step_ms", "total_ms"):
+            times = require(f"{place}.peers.{peer}", theirs, dict).get(key)
+            if times is not None:
+                require_times(f"{place}.peers.{peer}.{key}", times, ("best", "median"))
+        for key in ("ratio_best", "ratio_median"):
+            if theirs.get(key) is not None:
+                require_number(f"{place}.peers.{peer}.{key}", theirs[key], least=-math.inf)

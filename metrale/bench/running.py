@@ -11,6 +11,7 @@ from typing import Any
 import metrale
 from gpu_runtime import GpuBackend
 from gpu_runtime.errors import BackendUnavailable
+from metrale import factory
 from metrale.bench.cases import Case
 from metrale.bench.check import Judge, exact_logits
 from metrale.bench.decode import Busy
@@ -32,13 +33,15 @@ def open_named(name: str, note: Callable[[str], None]) -> GpuBackend:
     BackendUnavailable
         When the one that is named cannot be opened.
     """
-    if name != "auto":
-        return open_device(name)
+    wanted = "cuda" if name == "auto" else name
     try:
-        return open_device("cuda")
+        factory.open_device(wanted).close()  # it says best why a device cannot be opened
     except BackendUnavailable as error:
+        if name != "auto":
+            raise
         note(f"measuring the host, as no GPU can be used: {error}")
-        return open_device("host")
+        wanted = "host"
+    return open_device(wanted)
 
 
 class Run:

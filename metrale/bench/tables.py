@@ -72,7 +72,7 @@ def _beside(case: Mapping[str, Any], peers: Sequence[str]) -> list[str]:
     cells = []
     for name in peers:
         theirs = case["peers"].get(name)
-        step = theirs["step_ms"] if theirs else None
+        step = theirs.get("step_ms") if theirs else None
         cells.append(f"{number(step['best'])} ({number(step['median'])})" if step else "-")
-        cells.append(f"{number(theirs['ratio_best'])} ({number(theirs['ratio_median'])})" if theirs else "-")
+        cells.append(f"{number(theirs.get('ratio_best'))} ({number(theirs.get('ratio_median'))})" if theirs else "-")
     return cells

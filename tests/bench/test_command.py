@@ -284,9 +284,10 @@ def test_wrong_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[
         ("--from", "[]", "expected a JSON object"),
         ("--from", "{}", "expected a report of metrale bench"),
         ("--from", '{"benchmark": "metrale bench", "format": 99}', "expected format 1, got 99"),
-        ("--from", '{"benchmark": "metrale bench", "format": 1, "cases": [{}]}', "model, dtype, axis"),
-        ("--peers", "{}", "expected the results of peers"),
-        ("--peers", '{"peers": {"a": {}}, "protocol": {}}', "protocol: expected source_tokens"),
+        ("--from", 100_000 * "[", "nested too deeply"),
+        ("--from", '{"benchmark": "metrale bench", "format": 1}', "model: expected an object, got None"),
+        ("--peers", "{}", "protocol: expected an object, got None"),
+        ("--peers", '{"peers": {"a": {}}, "protocol": {}}', "protocol.source_tokens: expected a number"),
     ],
 )
 def test_files_that_hold_something_else(
