@@ -50,8 +50,7 @@ def outcomes(good: Any, path: Path, show: Any) -> set[str]:
             try:
                 show(path)
                 found.add("shown")
-            except ValueError as error:
-                assert str(error), (place, wrong)
+            except ValueError:
                 found.add("refused")
     return found
 
@@ -85,5 +84,5 @@ def test_no_object(text: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_text(text, encoding="utf-8")
     for read in (load, peer_results.read):
-        with pytest.raises(ValueError, match="expected|Expecting"):
+        with pytest.raises(ValueError, match=r"expected|Expecting"):
             read(path)
