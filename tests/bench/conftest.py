@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from metrale.bench import rates
+from metrale.bench import rates, shapes
 from tests.bench.running import bench
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _small_ceilings() -> Any:
+@pytest.fixture(autouse=True, scope="session")
+def _little_to_do() -> Iterator[None]:
+    """Draw few weights, and measure the host with little work: each run would take a second for them."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "POOL", 1_000_003)
         patch.setattr(rates, "HOST_READ_BYTES", 1 << 20)
         patch.setattr(rates, "HOST_PRODUCT_SIZE", 64)
         yield

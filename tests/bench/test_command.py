@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,7 +164,8 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path, monkeypatch: pytes
 def test_what_float32_has_no_room_for_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gpu_runtime.host.backend.HostBackend.free_memory", lambda self: 1000)
+    plan = SimpleNamespace(total=1 << 60)
+    monkeypatch.setattr("metrale.memory_plan", lambda folder, gpu, dtype, **limits: plan)
     status, report = bench(tmp_path, "--batches", "1", "--beams", "0")
     assert status == 0
     assert report["float32_check"] is False
@@ -218,8 +220,8 @@ def test_peers_stand_beside_a_saved_run(
     }
     header, _, *lines = out.splitlines()
     assert "CTranslate2, best (median)" in header
-    assert "| 4 (8) |" in lines[0]
-    assert "| 6 (12) |" in lines[3]
+    assert " 4 (8) |" in lines[0]
+    assert " 6 (12) |" in lines[3]
     assert "note: transformers: batch 3: gone" in err
 
 
