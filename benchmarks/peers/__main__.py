@@ -78,7 +78,11 @@ def linked(folder: Path, place: Path) -> Path:
 
 def keep_logits(folder: Path, options: argparse.Namespace) -> None:
     """Write metrale's logits to a file in a folder, for a peer to compare its own with."""
-    limits = {"max_batch": CHECK_SOURCES, "max_source_len": SOURCE_TOKENS, "max_new_tokens": CHECK_STEPS + 2}
+    limits: dict[str, Any] = {
+        "max_batch": CHECK_SOURCES,
+        "max_source_len": SOURCE_TOKENS,
+        "max_new_tokens": CHECK_STEPS + 2,
+    }
     with metrale.load(folder, "host" if options.device == "cpu" else "cuda", options.dtype, **limits) as model:
         np.savez(folder / LOGITS, logits=forced_logits(model))
 

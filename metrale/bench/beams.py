@@ -43,9 +43,9 @@ def generate(
     found = model.generate_beams(requests)
     ms = 1e3 * (time.perf_counter() - start)
     best = [hypotheses[0] for hypotheses in found]
-    lengths = {len(one.ids) for one in best}
-    if lengths != {new_tokens + 1}:
-        raise RuntimeError(f"expected {size} results of {new_tokens} tokens after the language, got {lengths} in all")
+    got = {len(one.ids) for one in best}
+    if got != {new_tokens + 1}:
+        raise RuntimeError(f"expected {size} results of {new_tokens} tokens after the language, got {got} in all")
     return ms, best
 
 

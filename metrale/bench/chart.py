@@ -32,6 +32,7 @@ def draw(report: Mapping[str, Any]) -> Any:
     was not timed, or of which there is no step, is left out.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     figure.suptitle(f"{report['model']['name']}, {report['dtype']}, {(report['device'] or {}).get('name', '')}")
@@ -42,6 +43,8 @@ def draw(report: Mapping[str, Any]) -> Any:
         axes.set(xscale="log", yscale="log", xlabel=_AXES[report["axis"]], ylabel=title)
         ticks = sorted({case[COLUMNS[report["axis"]]] for case in report["cases"]})
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         if axes.has_data():
@@ -81,7 +84,7 @@ def _draw_series(axes: Any, label: str, cases: Sequence[Mapping[str, Any]], colu
         axes.errorbar(x, middle, yerr=[below, above], marker="o", capsize=3, color=colour, label=f"metrale, {label}")
     floors = [(case[column], case["floor_ms"]) for case in known if case["floor_ms"]]
     if key == "step_ms" and floors:
-        axes.plot(*zip(*floors, strict=True), linestyle="--", color=colour, label=f"floor, {label}")
+        axes.plot(*zip(*floors, strict=True), linestyle="--", marker="_", color=colour, label=f"floor, {label}")
     for peer, name in PEER_NAMES.items():
         theirs = [(case[column], case["peers"][peer][key]["best"]) for case in known if _has(case, peer, key)]
         if theirs:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from metrale.errors import told
 
-_NAMES = {dict: "an object", list: "a list", str: "a string"}
+_NAMES: Final[Mapping[type, str]] = {dict: "an object", list: "a list", str: "a string"}
 
 
 def read_object(path: Path) -> dict[str, Any]:

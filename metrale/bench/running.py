@@ -67,7 +67,7 @@ class Run:
     ) -> None:
         self._gpu, self._folder, self._dtype = gpu, folder, dtype
         self._cases, self._runs, self._found = cases, runs, found
-        self._limits = {
+        self._limits: dict[str, Any] = {
             "max_batch": max(CHECK_SOURCES, *(case.lanes for case in cases)),
             "max_source_len": max(case.lengths.source for case in cases),
             "max_new_tokens": max(CHECK_STEPS, *(case.lengths.new for case in cases)) + 2,

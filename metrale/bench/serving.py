@@ -97,10 +97,10 @@ def serve(engine: Engine, model: NllbModel, size: int, new_tokens: int, lengths:
     ]
     start = time.perf_counter()
     handles = [engine.submit(request) for request in requests]
-    lengths = {len(handle.result().raise_for_error().ids) for handle in handles}
+    got = {len(handle.result().raise_for_error().ids) for handle in handles}
     ms = 1e3 * (time.perf_counter() - start)
-    if lengths != {new_tokens}:
-        raise RuntimeError(f"expected {size} results of {new_tokens} tokens after the language, got {lengths}")
+    if got != {new_tokens}:
+        raise RuntimeError(f"expected {size} results of {new_tokens} tokens after the language, got {got}")
     return ms
 
 

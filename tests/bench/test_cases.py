@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_the_rates_of_an_h200_are_fixed(name: str, dtype: str, fixed: bool, monk
         return {"read_gb_per_s": 2.0, f"product_{short}_tflop_per_s": 3.0}
 
     class Gpu(HostBackend):
-        def kind(self) -> str:
+        def kind(self) -> Literal["cuda"]:
             return "cuda"
 
         def name(self) -> str:

@@ -20,7 +20,7 @@ def lines(axes: Any) -> dict[str, list[tuple[float, float]]]:
     """Return the points of each labelled line; what has a range is a container, whose first part is the line."""
     found = {container.get_label(): container.lines[0] for container in axes.containers}
     found |= {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
-    return {label: [tuple(map(float, point)) for point in line.get_xydata()] for label, line in found.items()}
+    return {label: [(float(x), float(y)) for x, y in line.get_xydata()] for label, line in found.items()}
 
 
 def points(report: dict[str, Any], column: str, beams: int, *path: str) -> list[tuple[float, float]]:

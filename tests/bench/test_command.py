@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from metrale.bench import beams, check, measuring, running, serving
+from metrale.bench import beams, cases, check, measuring, running, serving
 from metrale.bench.report import NOT_TIMED
 from metrale.cli import main
 from tests.bench.running import SHORT, SMALL, bench, peers_file
@@ -98,7 +98,7 @@ def test_wrong_rows_of_a_batch_are_not_timed(
 
 
 def test_other_results_than_float32s_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = running.exact_logits
+    original = check.exact_logits
     monkeypatch.setattr(
         running, "exact_logits", lambda *given: {key: rows * 1.01 for key, rows in original(*given).items()}
     )
@@ -147,7 +147,7 @@ def test_a_case_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = running.measure
+    original = measuring.measure
 
     def stopped(model: Any, case: Any, *rest: Any) -> Any:
         if case.batch == 3:
@@ -175,7 +175,7 @@ def test_what_float32_has_no_room_for_is_said(
 
 @pytest.mark.parametrize("sweep", ["source", "produced"])
 def test_a_sweep_goes_through_lengths(sweep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(running.metrale.bench.cases.SWEEPS, sweep, (4, 1, 9) if sweep == "produced" else (4, 9))  # type: ignore[attr-defined]
+    monkeypatch.setattr(cases, "SWEEPS", {sweep: (4, 1, 9) if sweep == "produced" else (4, 9)})
     out = tmp_path / "out.json"
     words = ["--device", "host", "--shape", "tiny", "--quick", "-q", *SHORT]
     assert main(["bench", *words, "--sweep", sweep, "--json", str(out)]) == 0

@@ -17,7 +17,7 @@ from metrale.bench.tables import cases_table
 from tests.bench.running import peers_file
 
 GONE = object()
-WRONG = (None, -1, "x", [], {}, float("nan"), True, GONE)
+WRONG: tuple[object, ...] = (None, -1, "x", [], {}, float("nan"), True, GONE)
 UNSEEN = ("machine", "options", "floors", "seconds", "float32_check")
 
 

@@ -16,7 +16,8 @@ from metrale.bench import peer_results
 from metrale.bench.protocol import RUNS
 from metrale.bench.shapes import SHAPES, write_checkpoint
 
-CASE = {"step_ms": {"median": 2.0, "min": 1.0, "max": 3.0, "n": 5}}
+TIMES = {"median": 2.0, "min": 1.0, "max": 3.0, "n": 5}
+CASE = {"step_ms": TIMES, "total_ms": TIMES, "one_token_ms": TIMES, "tokens_per_s": 1.0}
 
 
 def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
