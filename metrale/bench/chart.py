@@ -34,7 +34,7 @@ def draw(report: Mapping[str, Any]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
     figure.suptitle(f"{report['model']['name']}, {report['dtype']}, {(report['device'] or {}).get('name', '')}")
     groups = series(report)
     for axes, (key, title) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
@@ -47,8 +47,11 @@ def draw(report: Mapping[str, Any]) -> Any:
         axes.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-        if axes.has_data():
-            axes.legend(fontsize="small")
+    handles = {
+        label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if handles:
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize="small")
     return figure
 
 
