@@ -22,6 +22,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     found = read_object(path)
     protocol = require("protocol", found.get("protocol"), dict)
+    protocol.setdefault("beams", 0)  # a file from before beam search was measured
     for key in ("source_tokens", "new_tokens", "beams"):
         require_number(f"protocol.{key}", protocol.get(key))
     require("protocol.dtype", protocol.get("dtype"), str)

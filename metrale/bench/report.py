@@ -24,6 +24,7 @@ NOT_TIMED: Final = {
     "step_ms": None,
     "total_ms": None,
     "one_token_ms": None,
+    "first_call_ms": None,
     "tokens_per_s": None,
     "device_step_ms": None,
     "host_enqueue_ms": None,
@@ -42,6 +43,7 @@ _KEYS: Final[Mapping[str, type]] = {
     "problems": list,
     "peers": dict,
 }
+_TIMES: Final = ("step_ms", "total_ms", "one_token_ms", "device_step_ms", "host_enqueue_ms")
 _COUNTS: Final = ("batch", "beams", "source_tokens", "new_tokens")
 
 
@@ -114,7 +116,7 @@ def _check_case(place: str, case: object) -> None:
     for key in NOT_TIMED:
         if key not in entry:
             raise ValueError(f"{place}.{key}: expected it to be there")
-        if entry[key] is not None and key.endswith("_ms") and key != "floor_ms":
+        if entry[key] is not None and key in _TIMES:
             require_times(f"{place}.{key}", entry[key])
         elif entry[key] is not None:
             require_number(f"{place}.{key}", entry[key])

@@ -16,6 +16,7 @@ from metrale.bench.report import load
 from metrale.bench.tables import cases_table
 from tests.bench.running import peers_file
 
+ROOT = Path(__file__).parents[2]
 GONE = object()
 WRONG: tuple[object, ...] = (None, -1, "x", [], {}, float("nan"), True, GONE)
 UNSEEN = ("machine", "options", "floors", "seconds", "float32_check")
@@ -77,6 +78,20 @@ def test_results_of_peers(report: dict[str, Any], tmp_path: Path) -> None:
         cases_table(found)
 
     assert outcomes(good, tmp_path / "changed.json", show) == {"shown", "refused"}
+
+
+def test_the_peers_of_another_benchmark_are_read_too(report: dict[str, Any]) -> None:
+    """What `benchmarks.gpu_speed` wrote has the same peers in the same form."""
+    found = peer_results.read(ROOT / "benchmarks" / "results" / "gpu_speed.json")
+    report["model"]["name"], report["dtype"] = "600M", "float16"
+    for case in report["cases"]:
+        case |= {"source_tokens": 32, "new_tokens": 64}
+    assert peer_results.attach(report, found) == []
+    (case,) = [case for case in report["cases"] if case["peers"]]
+    assert (case["batch"], case["beams"]) == (1, 1)
+    assert set(case["peers"]) == {"ctranslate2", "transformers"}
+    times = found["peers"]["ctranslate2"]["shapes"]["600M"]["cases"]["1"]["step_ms"]
+    assert case["peers"]["ctranslate2"]["step_ms"] == {"best": times["min"], "median": times["median"], "n": times["n"]}
 
 
 @pytest.mark.parametrize("text", ["", "3", "null", "\x00", '"metrale bench"'])
