@@ -69,7 +69,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 def linked(folder: Path, place: Path) -> Path:
     """Make a folder with links to a checkpoint's files, beside which nothing is written then, and return it."""
-    place.mkdir()
+    place.mkdir(parents=True)  # a name may be an id of the Hub, with a slash in it
     for path in folder.resolve().iterdir():
         if path.name != LOGITS:
             (place / path.name).symlink_to(path)

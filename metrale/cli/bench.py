@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from gpu_runtime import dtypes
+from gpu_runtime.config import Config
 from metrale.bench import chart, peer_results, report
 from metrale.bench.cases import plan
 from metrale.bench.machine import GPU_PACKAGES, describe
@@ -92,7 +93,7 @@ def _measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     start = time.perf_counter()
     with open_named(device_name(device), console.note) as gpu:
         dtype = dtypes.long_name(element_type(args.dtype, gpu))
-        found = _outset(args, args.shape or str(chosen and chosen.name), gpu.kind())
+        found = _outset(args, args.shape if chosen is None else _name(args, chosen), gpu.kind())
 
         def keep() -> None:
             found["seconds"] = round(time.perf_counter() - start, 1)
@@ -112,6 +113,12 @@ def _measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                     keep()
         keep()
     return found
+
+
+def _name(args: argparse.Namespace, folder: Path) -> str:
+    """Return what a model is called: its folder's name, or its id on the Hub, whose folder is named as a revision."""
+    given = args.model if args.model is not None else Config.from_env().model
+    return folder.resolve().name if given is None or Path(given).is_dir() else str(given)
 
 
 def _outset(args: argparse.Namespace, name: str, kind: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 
 from metrale.bench import beams, cases, check, measuring, running, serving
 from metrale.bench.report import NOT_TIMED
+from metrale.bench.shapes import SHAPES, write_checkpoint
 from metrale.cli import main
 from tests.bench.running import SHORT, SMALL, bench, peers_file
 
@@ -187,6 +188,30 @@ def test_a_sweep_goes_through_lengths(sweep: str, tmp_path: Path, monkeypatch: p
     for case in report["cases"]:
         assert case["total_ms"] is not None
         assert (case["step_ms"] is None) == (case["floor_ms"] is None) == (case["new_tokens"] == 1)
+
+
+def test_a_folder_is_measured_and_left_as_it_is(tmp_path: Path) -> None:
+    folder, out = tmp_path / "mine", tmp_path / "out.json"
+    write_checkpoint(folder, SHAPES["tiny"], "float16")
+    before = sorted(path.name for path in folder.iterdir())
+    words = ["--device", "host", "--quick", "-q", "--batches", "2", "--beams", "0", *SHORT, "--json", str(out)]
+    assert main(["bench", f"{folder}/", *words]) == 0
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert report["model"]["name"] == "mine"
+    assert not report["model"]["random_weights"]
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("given", ["org/name", "org/name@main"])
+def test_a_model_of_the_hub_is_called_by_its_id(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder in the cache has a revision for a name."""
+    folder, out = tmp_path / "0123abcd", tmp_path / "out.json"
+    write_checkpoint(folder, SHAPES["tiny"], "float32")
+    monkeypatch.setattr("metrale.cli.model_options.resolve", lambda path, **_: folder)
+    words = ["--device", "host", "--quick", "-q", "--batches", "1", "--beams", "0", *SHORT, "--json", str(out)]
+    for option in ([given], ["--model", given]):
+        assert main(["bench", *option, *words]) == 0
+        assert json.loads(out.read_text(encoding="utf-8"))["model"]["name"] == given
 
 
 def test_the_demo_model_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
