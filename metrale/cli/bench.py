@@ -24,6 +24,7 @@ from metrale.cli.console import Console
 from metrale.cli.failure import DONE, SOME_FAILED, USAGE, Failure, say
 from metrale.cli.model_options import choose_model, device_of, take_folder
 from metrale.cli.output import write_lines
+from metrale.cli.signals import unwinding
 from metrale.factory import device_name, element_type
 
 _DESCRIPTION: Final = """\
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     console = Console(quiet=args.quiet)
     peers = [_read("--peers", name, peer_results.read) for name in args.peers]
-    with closing(console):
+    with closing(console), unwinding():
         found = _read("--from", args.saved, report.load) if args.saved is not None else _measure(args, console)
     for one in peers:
         for note in peer_results.attach(found, one):

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +163,22 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path, monkeypatch: pytes
     assert status == 130
     assert list(by_case(report)) == [(1, 1)]
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_run_that_is_terminated_leaves_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: Any) -> Any:
+        assert len(list(tmp_path.rglob("config.json"))) == 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(running, "measure", stopped)
+    monkeypatch.setattr("metrale.cli.bench.work_folder", lambda shapes, dtype: tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        bench(tmp_path)
+    assert ended.value.code == 143
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_float32_has_no_room_for_is_said(
