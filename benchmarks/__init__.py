@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Benchmarks. What is timed is checked first, and the figures are JSON.
+"""Benchmarks. What is timed is checked first, and the figures are JSON. What the installed command uses as well lies in
+`metrale.bench`.
 
 Five modules are commands, run as ``python -m benchmarks.NAME`` in the root of the repository (``--help`` has the rest):
 
@@ -9,3 +10,8 @@ Five modules are commands, run as ``python -m benchmarks.NAME`` in the root of t
 - ``gpu_report``: the tables of what ``gpu_speed`` wrote.
 - ``gpu_evidence``: everything that shows that the CUDA backend is right.
 """
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+"""The repository."""

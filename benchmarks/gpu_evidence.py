@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.machine import ROOT, describe
+from benchmarks import ROOT
+from metrale.bench.machine import describe
 
 PACKAGES: Final = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "nvmath-python", "cuda-bindings", "pytest", "ml_dtypes")
 FOUND: Final = 9

@@ -30,9 +30,10 @@ from statistics import median
 from typing import Any, Final
 
 import metrale
-from benchmarks.machine import ROOT, describe
-from benchmarks.shapes import SHAPES, write_checkpoint
+from benchmarks import ROOT
 from gpu_runtime import GpuBackend, open_backend
+from metrale.bench.machine import describe
+from metrale.bench.shapes import SHAPES, write_checkpoint
 from metrale.checkpoint import Checkpoint, open_checkpoint
 from metrale.nllb import device_weights
 from metrale.nllb.config import NllbConfig

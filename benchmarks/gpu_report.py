@@ -5,40 +5,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from metrale.bench.tables import median, number, ranged, table
 
 Report = Mapping[str, Any]
 
 PEERS = ("ctranslate2", "transformers")
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, its columns aligned; all but the first are numbers."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])], *rows]
-    return "\n".join(
-        f"| {' | '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])} |" for line in lines
-    )
-
-
-def number(value: float | None) -> str:
-    """Return a figure with three significant digits, or as a whole number; a dash for none."""
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def ranged(values: Mapping[str, float] | None) -> str:
-    """Return ``median [least..most]``."""
-    if values is None:
-        return "-"
-    return f"{number(values['median'])} [{number(values['min'])}..{number(values['max'])}]"
-
-
-def median(values: Mapping[str, float] | None) -> float | None:
-    return None if values is None else values["median"]
 
 
 def found(report: Any, *path: str) -> Any:

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,28 +26,24 @@ from pathlib import Path
 from typing import Any, Final
 
 import metrale
-from benchmarks import gpu_beams, gpu_report, gpu_serving
-from benchmarks.gpu_check import check
-from benchmarks.gpu_decode import Batch, Busy, device_times, wall_times
-from benchmarks.gpu_floors import FLOP_PER_S, READ_BYTES_PER_S
-from benchmarks.gpu_ops import breakdown, passes, recording
-from benchmarks.gpu_timing import Clock, Reader, ceilings, open_device
-from benchmarks.machine import describe
+from benchmarks import gpu_report
 from benchmarks.peers import runner
-from benchmarks.peers.protocol import CHECK_SOURCES, NEW_TOKENS, SOURCE_TOKENS, beam_batches
-from benchmarks.shapes import SHAPES, parameters, write_checkpoint
 from gpu_runtime import GpuBackend, dtypes
+from metrale.bench import beams, serving
+from metrale.bench.breakdown import breakdown, passes, recording
+from metrale.bench.check import check
+from metrale.bench.decode import Batch, Busy, device_times, wall_times
+from metrale.bench.floors import FLOP_PER_S, READ_BYTES_PER_S
+from metrale.bench.machine import GPU_PACKAGES, describe, describe_gpu, read_smi
+from metrale.bench.protocol import CHECK_SOURCES, NEW_TOKENS, RUNS, SOURCE_TOKENS, Lengths, beam_batches
+from metrale.bench.shapes import SHAPES, parameters, work_folder, write_checkpoint
+from metrale.bench.timing import Clock, Reader, ceilings, open_device
 from metrale.nllb.model import NllbModel
 
 LONG_BATCH, LONG_SOURCE = 64, 64
 READER_BYTES: Final = {"cuda": 4 << 30, "host": 1 << 20}
-SMI_FIELDS: Final = (
-    "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,"
-    "power.limit,temperature.gpu,pstate"
-)
-PEER_SECONDS: Final = {"ctranslate2": 110.0, "transformers": 150.0}
+PEER_SECONDS: Final = {"ctranslate2": 150.0, "transformers": 300.0}
 STEP_GRAPHS: Final = {"auto": None, "on": True, "off": False}
-PEER_REPEATS: Final = {"ctranslate2": 5, "transformers": 3}
 
 
 class Run:
@@ -96,31 +90,6 @@ class Run:
             self.options.out.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
 
 
-GPU_PACKAGES: Final = ("cupy-cuda12x", "cupy-cuda13x", "nvmath-python", "nvidia-cublas", "nvidia-cublas-cu12")
-
-
-def describe_gpu(gpu: GpuBackend) -> dict[str, Any]:
-    """Return what the device is, and what nvidia-smi reads of it now."""
-    found: dict[str, Any] = {
-        "kind": gpu.kind(),
-        "name": gpu.name(),
-        "sm_count": gpu.sm_count(),
-        "memory_bytes": gpu.total_memory(),
-    }
-    return found | {"nvidia_smi": read_smi()} if gpu.kind() == "cuda" else found
-
-
-def read_smi() -> dict[str, str]:
-    """Return clocks and the like as nvidia-smi reads them, or why it does not."""
-    command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"error": str(error)}
-    values = done.stdout.splitlines()[0].split(",")
-    return {name: value.strip() for name, value in zip(SMI_FIELDS.split(","), values, strict=False)}
-
-
 def measure_case(run: Run, model: NllbModel, size: int, clock: Clock, reader: Reader, busy: Busy) -> dict[str, Any]:
     """Time one batch size: whole generations, the device alone, and each kind of launch."""
     options = run.options
@@ -129,7 +98,7 @@ def measure_case(run: Run, model: NllbModel, size: int, clock: Clock, reader: Re
         run.problem(f"batch {size}: equal calls chose different tokens")
     host = case["wall"]["host_enqueue_ms"]["median"]
     case["device"] = device_times(model, size, clock, busy, host, options.repeats)
-    case["serving"] = gpu_serving.measure(model, size, clock, busy, options.repeats)
+    case["serving"] = serving.measure(model, size, clock, busy, options.repeats)
     for problem in serving_problems(case, model):
         run.problem(f"batch {size}: {problem}")
     with Batch(model, size) as batch:
@@ -153,12 +122,12 @@ def measure_case(run: Run, model: NllbModel, size: int, clock: Clock, reader: Re
 
 def serving_problems(case: dict[str, Any], model: NllbModel) -> list[str]:
     """Return what is wrong with the steps that the engine makes; of their ids no more is kept."""
-    serving, found = case["serving"], []
-    if serving.pop("ids") != case["wall"].pop("ids") or not serving["same_tokens_each_time"]:
+    served, found = case["serving"], []
+    if served.pop("ids") != case["wall"].pop("ids") or not served["same_tokens_each_time"]:
         found.append("steps that the device feeds chose other tokens than those that the host feeds")
     expected = int(model.step_graphs)
-    if serving["graph_launches_per_step"] != expected:
-        found.append(f"a step launches {serving['graph_launches_per_step']} graphs, and not {expected}")
+    if served["graph_launches_per_step"] != expected:
+        found.append(f"a step launches {served['graph_launches_per_step']} graphs, and not {expected}")
     return found
 
 
@@ -190,7 +159,7 @@ def measure_shape(run: Run, name: str, folder: Path, gpu: GpuBackend, clock: Clo
             run.say(f"{name} batch {size}: step {step:.3f} ms, device alone {device:.3f} ms")
             run.save()
         if max(options.batches) >= LONG_BATCH and not options.no_ops:
-            with Batch(model, LONG_BATCH, LONG_SOURCE) as batch:
+            with Batch(model, LONG_BATCH, Lengths(LONG_SOURCE)) as batch:
                 with recording(gpu) as prefill:
                     batch.choose(batch.prefill())
                 entry["encoder_64x64"] = breakdown(clock, reader, passes(prefill.calls)[0], options.op_repeats)
@@ -214,7 +183,7 @@ def measure_beams(run: Run, name: str, folder: Path, gpu: GpuBackend, clock: Clo
     with metrale.load(folder, gpu, options.dtype, **limits) as model:
         busy = Busy(clock, reader)
         for size in batches:
-            case, problems = gpu_beams.measure(model, size, options.beams, options.dtype, clock, reader, busy, options)
+            case, problems = beams.measure(model, size, options.beams, options.dtype, clock, reader, busy, options)
             entry.setdefault("beams", {})[str(size)] = case
             for problem in problems:
                 run.problem(f"{name}: {problem}")
@@ -272,29 +241,14 @@ def measure_peers(run: Run, folders: dict[str, Path]) -> None:
             *(f"{shape}={folder}" for shape, folder in folders.items()),
             *("--device", "cpu" if options.device == "host" else "cuda"),
             *("--dtype", options.dtype, "--batches", ",".join(map(str, options.batches)), "--check"),
-            *("--beams", str(options.beams), "--repeats", str(min(PEER_REPEATS[name], options.repeats))),
+            *("--beams", str(options.beams), "--runs", str(RUNS if not options.quick else options.repeats)),
         ]
         seconds = min(PEER_SECONDS[name], options.seconds - run.seconds)
         run.say(f"{name}: at most {seconds:.0f} s")
         result = run.report["peers"][name] = runner.run(name, arguments, seconds)
-        for error in result["errors"]:
-            run.problem(f"{name}: {error}")
-        for shape, entry in result["shapes"].items():
-            if not entry.get("check", {}).get("passed", False):
-                run.problem(f"{name}, {shape}: its logits are not compared with ours, or differ: {entry.get('check')}")
+        for problem in runner.problems_of(name, result):
+            run.problem(problem)
         run.save()
-
-
-def work_folder(shapes: Sequence[str], dtype: str, given: Path | None) -> Path:
-    """Return where to put checkpoints: the folder given, else memory when all of them fit there, else the disk."""
-    if given is not None:
-        return given
-    itemsize = dtypes.itemsize(dtypes.short_name(dtype))
-    sizes = [parameters(SHAPES[name]) * itemsize for name in shapes]
-    memory = Path("/dev/shm")
-    if memory.is_dir() and shutil.disk_usage(memory).free > 1.1 * (sum(sizes) + max(sizes)):  # one is converted
-        return memory
-    return Path(tempfile.gettempdir())
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -312,7 +266,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--op-repeats", type=int, default=15, help="replays of each kind of launch")
     parser.add_argument("--no-ops", action="store_true", help="leave out where the time of each pass goes")
     parser.add_argument("--quick", action="store_true", help="few repeats")
-    parser.add_argument("--seconds", type=float, default=290, help="the whole run; peers are stopped at its end")
+    parser.add_argument("--seconds", type=float, default=540, help="the whole run; peers are stopped at its end")
     parser.add_argument("--commit", help="the commit that is measured, where git is not there to say")
     parser.add_argument("--work", type=Path, help="folder for checkpoints")
     options = parser.parse_args(words)

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import metrale
-from benchmarks.machine import ROOT, describe
+from benchmarks import ROOT
 from gpu_runtime.host import HostBackend
+from metrale.bench.machine import describe
 from tests.nllb.decoding import DEMO, GOLDEN, LIMITS, exact, forced, forced_together, greedy, relative
 from tests.reference.nllb_float64 import NllbFloat64
 

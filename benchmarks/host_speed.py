@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe, usable_cores
 from benchmarks.texts import sentences
 from metrale import Translator, demo_model_path
+from metrale.bench.machine import describe, usable_cores
 from metrale.nllb.tokenizer import open_tokenizer
 
 SOURCE, TARGET = "eng_Latn", "fra_Latn"

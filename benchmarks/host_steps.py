@@ -27,10 +27,10 @@ from typing import Any, Final
 import numpy as np
 
 import metrale
-from benchmarks.shapes import SHAPES, write_checkpoint
 from gpu_runtime.handles import KernelHandle
 from gpu_runtime.host import HostBackend
 from gpu_runtime.limits import Limits
+from metrale.bench.shapes import SHAPES, write_checkpoint
 from metrale.engine import Engine, Request
 from metrale.model import BeamParams, FeedSource, Model, PrefillSlice, SamplingParams, SequenceState
 

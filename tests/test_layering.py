@@ -29,13 +29,19 @@ BELOW: dict[str, set[str]] = {
     "metrale.translator": {"metrale.factory", "metrale.engine"},
     "metrale.demo": {"metrale.errors"},
     "metrale": {"metrale.translator", "metrale.demo"},
-    "metrale.cli": {"metrale"},
+    "metrale.bench": {"metrale"},
+    "metrale.cli": {"metrale.bench"},
     "metrale.__main__": {"metrale.cli"},
 }
 """For each layer, what lies directly below it; it may import all that lies below those, too."""
 
-LAZY = {("gpu_runtime.opening", "gpu_runtime.host"), ("gpu_runtime.opening", "gpu_runtime.cuda")}
-"""Upward imports that are allowed inside a function: `open_backend` imports the backend that is asked for."""
+LAZY = {
+    (module, backend)
+    for module in ("gpu_runtime.opening", "metrale.bench.timing")
+    for backend in ("gpu_runtime.host", "gpu_runtime.cuda")
+}
+"""Other imports that are allowed inside a function: `open_backend` imports the backend that is asked for, and so does
+the benchmarks' `open_device`, which gives it a kernel of their own."""
 
 HOMES = {
     "cupy": {"gpu_runtime.cuda"},
@@ -49,6 +55,7 @@ HOMES = {
     "safetensors": {"metrale.checkpoint"},
     "huggingface_hub": {"metrale.hub"},
     "tqdm": {"metrale.cli"},
+    "matplotlib": {"metrale.bench"},
 }
 """Third-party packages, or modules of them, that only some layers may import."""
 

@@ -29,7 +29,8 @@ from metrale.nllb.weights import (
     encoder_layer,
 )
 
-POSITIONS = 512
+POSITIONS = 1024
+"""Enough for the longest sources and outputs that are measured."""
 DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": bfloat16}
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 

@@ -5,26 +5,21 @@ from __future__ import annotations
 
 import shutil
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.peers.ctranslate2_model import convert, token
-from benchmarks.peers.protocol import (
-    BEAM_REPEATS,
+from benchmarks.peers.process import arguments, report, reporting_errors, time_cases
+from metrale.bench.protocol import (
     CHECK_SOURCES,
     FIRST_WORD,
     SCORE_TOLERANCE,
-    SOURCE_TOKENS,
-    arguments,
-    beam_batches,
+    STANDARD,
+    Lengths,
     forced_ids,
     log_probabilities,
-    measure,
-    report,
-    reporting_errors,
     sources,
 )
 
@@ -38,9 +33,9 @@ class Peer:
         self.translator: Any = ctranslate2.Translator(str(folder), device=device, compute_type=dtype)
         self.vocab = vocab
 
-    def sources(self, count: int) -> list[list[str]]:
+    def sources(self, count: int, lengths: Lengths = STANDARD) -> list[list[str]]:
         """Return sources as the tokens that CTranslate2 takes."""
-        return [[token(index) for index in ids] for ids in sources(count, SOURCE_TOKENS, self.vocab)]
+        return [[token(index) for index in ids] for ids in sources(count, lengths.source, self.vocab)]
 
     def generate(self, batch: list[list[str]], new_tokens: int, beams: int = 1) -> None:
         """Translate, to exactly ``new_tokens`` tokens each."""
@@ -94,15 +89,7 @@ def serve(name: str, folder: Path, options: Any) -> None:
         with reporting_errors(shape=name):
             report(shape=name, check=compare(peer, folder, options.dtype))
     peer.generate(peer.sources(1), 4)
-    for batch in options.batches:
-        with reporting_errors(shape=name, batch=batch):
-            result = measure(partial(peer.generate, peer.sources(batch)), batch, options.repeats)
-            report(shape=name, batch=batch, result=result)
-    for batch in beam_batches(name, options.beams):
-        with reporting_errors(shape=name, beams=options.beams, batch=batch):
-            call = partial(peer.generate, peer.sources(batch), beams=options.beams)
-            result = measure(call, batch, min(options.repeats, BEAM_REPEATS))
-            report(shape=name, beams=options.beams, batch=batch, result=result)
+    time_cases(name, peer, options)
 
 
 def main() -> None:

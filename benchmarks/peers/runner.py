@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from benchmarks.machine import ROOT
+from benchmarks import ROOT
 
 MODULES: Final = {
     "transformers": "benchmarks.peers.transformers_peer",
@@ -26,7 +26,7 @@ SHORT_NAMES: Final = {"hf": "transformers", "ct2": "ctranslate2"}
 _KEPT_CHARACTERS: Final = 2000
 
 
-def run(name: str, arguments: Sequence[str], seconds: float) -> dict[str, Any]:
+def run(name: str, arguments: Sequence[str], seconds: float, python: str = sys.executable) -> dict[str, Any]:
     """Run a peer and return its report.
 
     Parameters
@@ -37,6 +37,8 @@ def run(name: str, arguments: Sequence[str], seconds: float) -> dict[str, Any]:
         Its command line.
     seconds : float
         After this time the process is killed; what it reported until then counts.
+    python : str
+        The interpreter of the environment that it is installed in, with metrale's own requirements.
 
     Returns
     -------
@@ -44,16 +46,32 @@ def run(name: str, arguments: Sequence[str], seconds: float) -> dict[str, Any]:
         As `gathered`, with ``seconds``, and in ``errors`` also how the process ended if not well.
     """
     with cublas_12() as environment:
-        return run_module(MODULES[name], arguments, seconds, environment)
+        return run_module(MODULES[name], arguments, seconds, environment, python)
 
 
-def run_module(module: str, arguments: Sequence[str], seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
+def problems_of(name: str, result: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a peer's report: its errors, and results that are not ours or were not compared."""
+    found = [f"{name}: {error}" for error in result["errors"]]
+    for shape, entry in result["shapes"].items():
+        if not entry.get("check", {}).get("passed", False):
+            check = entry.get("check")
+            found.append(f"{name}, {shape}: its logits are not compared with ours, or differ: {check}")
+    return found
+
+
+def run_module(
+    module: str,
+    arguments: Sequence[str],
+    seconds: float,
+    environment: Mapping[str, str],
+    python: str = sys.executable,
+) -> dict[str, Any]:
     """Run ``python -m module arguments`` in the repository's root; see `run`."""
     lines: list[dict[str, Any]] = []
     start = time.perf_counter()
     expired = threading.Event()
     with tempfile.TemporaryFile() as errors:
-        command = [sys.executable, "-m", module, *arguments]
+        command = [python, "-m", module, *arguments]
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
         with subprocess.Popen(
             command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True

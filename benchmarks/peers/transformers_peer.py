@@ -4,25 +4,20 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.protocol import (
-    BEAM_REPEATS,
+from benchmarks.peers.process import arguments, report, reporting_errors, time_cases
+from metrale.bench.protocol import (
     CHECK_SOURCES,
     FIRST_WORD,
-    SOURCE_TOKENS,
+    STANDARD,
     TOLERANCE,
-    arguments,
-    beam_batches,
+    Lengths,
     difference,
     forced_ids,
-    measure,
-    report,
-    reporting_errors,
     sources,
 )
 
@@ -50,10 +45,10 @@ class Peer:
         if self.device == "cuda":
             self.torch.cuda.synchronize()
 
-    def generate(self, batch: int, new_tokens: int, beams: int = 1) -> None:
+    def generate(self, batch: list[list[int]], new_tokens: int, beams: int = 1) -> None:
         """Translate, to exactly ``new_tokens`` tokens each."""
         torch = self.torch
-        ids = torch.tensor(sources(batch, SOURCE_TOKENS, self.vocab), device=self.device)
+        ids = torch.tensor(batch, device=self.device)
         with torch.inference_mode():
             found = self.model.generate(
                 input_ids=ids,
@@ -65,13 +60,17 @@ class Peer:
                 use_cache=True,
             )
         self.wait()
-        if tuple(found.shape) != (batch, new_tokens + 1):  # the decoder start is there as well
-            raise RuntimeError(f"expected {batch} x {new_tokens} tokens, got {tuple(found.shape)}")
+        if tuple(found.shape) != (len(batch), new_tokens + 1):  # the decoder start is there as well
+            raise RuntimeError(f"expected {len(batch)} x {new_tokens} tokens, got {tuple(found.shape)}")
+
+    def sources(self, count: int, lengths: Lengths = STANDARD) -> list[list[int]]:
+        """Return sources as ids."""
+        return sources(count, lengths.source, self.vocab)
 
     def logits(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the logits of the check, after the language and each forced token."""
         torch = self.torch
-        ids = torch.tensor(sources(CHECK_SOURCES, SOURCE_TOKENS, self.vocab), device=self.device)
+        ids = torch.tensor(self.sources(CHECK_SOURCES), device=self.device)
         start = int(self.model.config.decoder_start_token_id)
         fed = torch.tensor([[start, FIRST_WORD, *forced] for forced in forced_ids(self.vocab)], device=self.device)
         with torch.inference_mode():
@@ -100,16 +99,8 @@ def serve(name: str, folder: Path, options: Any) -> None:
     if options.check:
         with reporting_errors(shape=name):
             report(shape=name, check=compare(peer, folder, options.dtype))
-    peer.generate(1, 8)
-    for batch in options.batches:
-        with reporting_errors(shape=name, batch=batch):
-            result = measure(partial(peer.generate, batch), batch, options.repeats)
-            report(shape=name, batch=batch, result=result)
-    for batch in beam_batches(name, options.beams):
-        with reporting_errors(shape=name, beams=options.beams, batch=batch):
-            call = partial(peer.generate, batch, beams=options.beams)
-            result = measure(call, batch, min(options.repeats, BEAM_REPEATS))
-            report(shape=name, beams=options.beams, batch=batch, result=result)
+    peer.generate(peer.sources(1), 8)
+    time_cases(name, peer, options)
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The ``metrale`` command: translate, score, inspect, convert and doctor.
+"""The ``metrale`` command: translate, score, inspect, convert, bench and doctor.
 
-Exit codes: 0 done, 1 some texts were not translated, 2 wrong usage or input, 3 a model or device that cannot be used,
-4 a fault in metrale itself, 130 interrupted, 143 terminated. Errors are one line on standard error.
+Exit codes: 0 done, 1 some texts were not translated or cases not timed, 2 wrong usage or input, 3 a model or device
+that cannot be used, 4 a fault in metrale itself, 130 interrupted, 143 terminated. Errors are one line, on standard
+error.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 import metrale
-from metrale.cli import convert, doctor, inspect, score, translate
+from metrale.cli import bench, convert, doctor, inspect, score, translate
 from metrale.cli.failure import DONE, INTERRUPTED, USAGE, Failure, describe, say
 from metrale.cli.output import discard_stdout
 
@@ -107,14 +108,14 @@ def _build_parser() -> _Parser:
         prog="metrale",
         allow_abbrev=False,
         description=metrale.__doc__,
-        epilog="Exit codes: 0 done, 1 some texts were not translated, 2 wrong usage or input, 3 a model or device that "
-        "cannot be used, 4 a fault in metrale itself, 130 interrupted, 143 terminated.",
+        epilog="Exit codes: 0 done, 1 some texts were not translated or cases not timed, 2 wrong usage or input, 3 a "
+        "model or device that cannot be used, 4 a fault in metrale itself, 130 interrupted, 143 terminated.",
     )
     parser.add_argument("--version", action="version", version=f"metrale {metrale.__version__}")
     parser.add_argument("--debug", action="store_true", help="show log messages, and where an error comes from")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (translate, score, inspect, convert, doctor):
+    for command in (translate, score, inspect, convert, bench, doctor):
         command.add_parser(commands, common)
     return parser

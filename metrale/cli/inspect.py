@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from metrale.checkpoint import Checkpoint
 from metrale.cli.console import BYTES, Console
-from metrale.cli.failure import DONE, UNUSABLE, USAGE, Failure, say
+from metrale.cli.failure import DONE, UNUSABLE, say
 from metrale.cli.inspect_text import to_text
 from metrale.cli.inspection import inspect_folder
-from metrale.cli.model_options import add_model_arguments, choose_model, device_of, limits_of
+from metrale.cli.model_options import add_model_arguments, choose_model, device_of, limits_of, take_folder
 from metrale.cli.output import to_json, write_lines
 from metrale.cli.value_check import tensor_bytes
 
@@ -43,10 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    if args.folder is not None:
-        if args.model is not None:
-            raise Failure(USAGE, "--model: expected none when a DIR is given")
-        args.model = args.folder
+    take_folder(args, "DIR")
     console = Console(quiet=False)
     model = choose_model(args, console.note)
 

@@ -29,9 +29,8 @@ class ModelChoice:
     is_demo: bool
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model``, ``--device``, ``--dtype`` and the limits."""
-    default = ServingLimits()
+def add_choice_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model``, ``--device`` and ``--dtype``."""
     parser.add_argument(
         "--model",
         metavar="DIR",
@@ -51,6 +50,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "float16", "bfloat16"),
         help="element type to compute in (default: auto, which is float32 on the host and bfloat16 on a GPU)",
     )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model``, ``--device``, ``--dtype`` and the limits."""
+    add_choice_arguments(parser)
+    default = ServingLimits()
     parser.add_argument(
         "--max-batch",
         type=int,
@@ -83,6 +88,20 @@ def add_order_argument(parser: argparse.ArgumentParser) -> None:
         help="give the model a text's language after the text instead of before it, for models that were trained so "
         "(legacy_behaviour of tokenizer_config.json)",
     )
+
+
+def take_folder(args: argparse.Namespace, argument: str) -> None:
+    """Make a folder that is given as an argument, called ``argument``, the one of ``--model``.
+
+    Raises
+    ------
+    Failure
+        When both are given.
+    """
+    if args.folder is not None:
+        if args.model is not None:
+            raise Failure(USAGE, f"--model: expected none when a {argument} is given")
+        args.model = args.folder
 
 
 def choose_model(args: argparse.Namespace, note: Callable[[str], None]) -> ModelChoice:

@@ -5,12 +5,37 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Final
 
+from metrale.cli.failure import SIGNALLED
+
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """Let SIGTERM end what is inside as Ctrl-C does, by an exception: what is held is let go of on the way.
+
+    The exception is SystemExit, with a shell's exit code for the signal. A signal that is ignored stays ignored, and
+    outside of the main thread, where Python allows no handlers, nothing changes.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
+        yield
+        return
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(SIGNALLED + number)
 
 
 class Signals:

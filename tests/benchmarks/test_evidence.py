@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_evidence
-from benchmarks.machine import ROOT
+from benchmarks import ROOT, gpu_evidence
 
 
 def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import gpu_beams, gpu_check, gpu_report, gpu_speed
+from benchmarks import gpu_report, gpu_speed
 from benchmarks.peers import runner
+from metrale.bench import beams, check
 
 SPREAD = {"median", "min", "max", "n"}
 
@@ -36,8 +37,9 @@ def peer_report(name: str, arguments: list[str], seconds: float) -> dict[str, An
     step = {"median": 12.0, "min": 11.0, "max": 13.0, "n": 2}
     case = {"step_ms": step, "one_token_ms": step, "total_ms": step, "tokens_per_s": 1.0}
     assert arguments[arguments.index("--beams") + 1] == "4"
-    beams = {"beams": {"3": case}} if name == "ctranslate2" else {}
-    shapes = {"tiny": {"cases": {"1": case}, **beams, "check": {"passed": name == "transformers"}}}
+    assert arguments[arguments.index("--runs") + 1] == "2", "this run is a quick one; others have five"
+    searched = {"beams": {"3": case}} if name == "ctranslate2" else {}
+    shapes = {"tiny": {"cases": {"1": case}, **searched, "check": {"passed": name == "transformers"}}}
     return {
         "versions": {},
         "shapes": shapes,
@@ -89,9 +91,9 @@ def test_the_report_has_all_its_parts(finished: tuple[int, dict[str, Any]]) -> N
 
 def test_beam_search_is_measured_as_well(finished: tuple[int, dict[str, Any]]) -> None:
     _, report = finished
-    beams = report["shapes"]["tiny"]["beams"]
-    assert set(beams) == {"1", "3"}
-    for size, case in beams.items():
+    searched = report["shapes"]["tiny"]["beams"]
+    assert set(searched) == {"1", "3"}
+    for size, case in searched.items():
         assert case["check"]["passed"]
         assert case["check"]["largest_log_probability_difference"] > 0, "two ways of summing, and not one and the same"
         assert case["wall"]["same_tokens_each_time"]
@@ -146,13 +148,13 @@ def test_a_report_that_was_cut_short_still_has_tables(finished: tuple[int, dict[
 
 
 def test_wrong_logits_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = gpu_check.forced_logits
+    original = check.forced_logits
 
     def wrong(model: Any, size: int = 2) -> Any:
         logits = original(model, size)
         return logits[:, :, ::-1] if size == 3 else logits
 
-    monkeypatch.setattr(gpu_check, "forced_logits", wrong)
+    monkeypatch.setattr(check, "forced_logits", wrong)
     status, report = run(tmp_path, "--peers", "none")
     assert status == 1
     assert report["shapes"]["tiny"]["cases"] == {}
@@ -162,14 +164,14 @@ def test_wrong_logits_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_search_with_other_log_probabilities_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = gpu_beams.generate
+    original = beams.generate
 
     def wrong(*arguments: Any) -> Any:
         ms, best = original(*arguments)
         best[0].logprobs[1] += 0.01
         return ms, best
 
-    monkeypatch.setattr(gpu_beams, "generate", wrong)
+    monkeypatch.setattr(beams, "generate", wrong)
     status, report = run(tmp_path, "--peers", "none", "--no-ops", "--batches", "3")
     assert status == 1
     first, second = report["problems"]
@@ -201,18 +203,3 @@ def test_wrong_options_are_refused(words: list[str], capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         gpu_speed.parse(words)
     assert words[1] in capsys.readouterr().err
-
-
-def test_checkpoints_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu_speed.work_folder(["tiny"], "float16", tmp_path) == tmp_path
-    usage = type("Usage", (), {"free": 13e9})
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    monkeypatch.setattr("tempfile.gettempdir", lambda: "/disk")
-    monkeypatch.setattr(Path, "is_dir", lambda path: True)
-    assert gpu_speed.work_folder(["600M"], "float16", None) == Path("/dev/shm")
-    assert gpu_speed.work_folder(["600M", "3.3B"], "float16", None) == Path("/disk")
-
-
-def test_a_missing_nvidia_smi_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert "nvidia-smi" in gpu_speed.read_smi()["error"]

@@ -120,7 +120,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["inspect", "--max-batch", "-1"], 2, "--max-batch: expected an int of 1 to 2,147,483,647, got -1"),
         (["inspect", "--device", "cuda:x"], 2, "--device: expected auto, host, cuda or cuda:N, got 'cuda:x'"),
         (["--debug"], 2, "COMMAND (see metrale --help)"),
-        (["bench"], 2, "'bench'"),
+        (["bake"], 2, "'bake'"),
     ],
 )
 def test_errors(arguments: list[str], code: int, part: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +134,6 @@ def test_errors(arguments: list[str], code: int, part: str, capsys: pytest.Captu
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"metrale {metrale.__version__}\n"
-    for command in ((), ("translate",), ("inspect",), ("doctor",)):
+    for command in ((), ("translate",), ("inspect",), ("bench",), ("doctor",)):
         assert main([*command, "--help"]) == 0
         assert " ".join(["usage: metrale", *command]) in capsys.readouterr().out

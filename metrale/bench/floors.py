@@ -25,6 +25,17 @@ READ_BYTES_PER_S: Final = 4.55e12
 FLOP_PER_S: Final = 700e12
 """Rate of 16-bit products that was measured on an H200."""
 
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast a device moves and computes at best: what floors follow from."""
+
+    read_bytes_per_s: float
+    flop_per_s: float
+
+
+H200: Final = Rates(READ_BYTES_PER_S, FLOP_PER_S)
+
 WEIGHTS: Final = frozenset({"weight", "bias", "table", "position_table"})
 """Parameters that hold weights, in every op; all others are activations."""
 
@@ -73,9 +84,9 @@ class Cost:
             self.flop + other.flop,
         )
 
-    def floor_us(self) -> float:
+    def floor_us(self, rates: Rates = H200) -> float:
         """Return the microseconds below which no implementation gets: moving or computing, whichever takes longer."""
-        return 1e6 * max(self.nbytes / READ_BYTES_PER_S, self.flop / FLOP_PER_S)
+        return 1e6 * max(self.nbytes / rates.read_bytes_per_s, self.flop / rates.flop_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +250,6 @@ def total(calls: Sequence[Call]) -> Cost:
     return sum(map(cost, calls), Cost())
 
 
-def floor_us(calls: Sequence[Call]) -> float:
+def floor_us(calls: Sequence[Call], rates: Rates = H200) -> float:
     """Return the sum of the launches' floors: each op waits for the one before it."""
-    return sum(cost(call).floor_us() for call in calls)
+    return sum(cost(call).floor_us(rates) for call in calls)

@@ -65,7 +65,7 @@ READ_ALL: Final = Op(
     make_inputs,
     ({"count": 2, "blocks": 3}, {"count": 2 * THREADS, "blocks": 1}, {"count": 40_002, "blocks": 7}),
     plan=plan,
-    source=Path(__file__).with_name("kernels") / "read_all.cu",
+    source=Path(__file__).with_name("read_all.cu"),
 )
 
 

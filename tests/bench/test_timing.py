@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu_timing import READ_ALL, SPEC, THREADS, Clock, Reader, ceilings, open_device, random_buffer
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.cuda.nvrtc import compile_source
 from gpu_runtime.host import HostBackend
@@ -19,6 +18,7 @@ from gpu_runtime.kernel_source import check_spec, inlined
 from gpu_runtime.launch import check_geometry
 from gpu_runtime.limits import MINIMUM
 from gpu_runtime.op import OpRegistry
+from metrale.bench.timing import READ_ALL, SPEC, THREADS, Clock, Reader, ceilings, open_device, random_buffer
 from tests.backends import Device
 from tests.kernels.sources import ARCHITECTURES
 from tests.ops.harness import run

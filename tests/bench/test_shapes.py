@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import shapes
 from benchmarks.peers.ctranslate2_model import mapped
-from benchmarks.shapes import LAST_NORM, SHAPES, parameters, split, tensors, write_checkpoint
+from metrale.bench import shapes
+from metrale.bench.shapes import LAST_NORM, SHAPES, parameters, split, tensors, write_checkpoint
 from metrale.checkpoint import open_checkpoint
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.weights import match_weights
@@ -19,9 +19,11 @@ from metrale.nllb.weights import match_weights
 TINY = SHAPES["tiny"]
 
 
-@pytest.mark.parametrize(("name", "millions"), [("600M", 615), ("1.3B", 1371), ("3.3B", 3345)])
+@pytest.mark.parametrize(
+    ("name", "millions"), [("600M", 615), ("1.3B", 1371), ("3.3B", 3345), ("418M", 484), ("1.2B", 1239)]
+)
 def test_sizes_are_those_of_the_published_models(name: str, millions: int) -> None:
-    """NLLB-200's model cards: 0.6, 1.3 and 3.3 billion; the published files hold this many, to the million."""
+    """NLLB-200's and M2M-100's: the published files hold this many, to the million, the tied matrix counted once."""
     assert round(parameters(SHAPES[name]) / 1e6) == millions
 
 
@@ -71,3 +73,13 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own(monkeypatch: pytest.Mon
     monkeypatch.setattr(shapes, "SHARD_BYTES", 100)
     given = {"a": (10,), "b": (500,), "c": (20,), "d": (20,), "e": (20,)}
     assert [list(shard) for shard in split(given, 2)] == [["a"], ["b"], ["c", "d"], ["e"]]
+
+
+def test_checkpoints_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shapes.work_folder(["tiny"], "float16", tmp_path) == tmp_path
+    usage = type("Usage", (), {"free": 13e9})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/disk")
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)
+    assert shapes.work_folder(["600M"], "float16", None) == Path("/dev/shm")
+    assert shapes.work_folder(["600M", "3.3B"], "float16", None) == Path("/disk")

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What is measured, the same for every system; and how a peer's process reports it.
+"""What is measured, the same for every system.
 
-32 source tokens, the last of them EOS, and exactly 64 output tokens, greedy or by beam search. A call takes token ids
-or strings from the host and gives the host its result; it is timed by the wall clock. A step is (total of 64 - total of
-1) / 63, which leaves encoder, prefill and the call itself out.
+So many source tokens, the last of them EOS, and so many output tokens exactly, greedy or by beam search: 32 and 64
+where nothing else is said. A call takes token ids or strings from the host and gives the host its result; it is timed
+by the wall clock. A step is (total of 64 - total of 1) / 63, which leaves encoder, prefill and the call itself out.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -32,10 +27,42 @@ FIRST_WORD: Final = 4
 BEAM_BATCHES: Final = {"tiny": (1, 3), "600M": (1, 64), "3.3B": (64,)}
 """The batches for which beam search is measured, by shape; for others it is not."""
 
-BEAM_REPEATS: Final = 2
-"""Timed calls of 64 tokens at most: they take several times as long as greedy ones, and differ less."""
+RUNS: Final = 5
+"""Timed calls of each case, where nothing else is said: enough for a median, and for a best one that is no accident."""
+
+LEAST_ONES: Final = 3
+"""Timed calls for one token at least: their median is taken off every other one."""
+
+DEVICE_STEPS: Final = 16
+"""Most steps that are timed on the device, from half way on."""
 
 Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long a case is: tokens of each source, language and EOS included, and tokens that are put out."""
+
+    source: int = SOURCE_TOKENS
+    new: int = NEW_TOKENS
+
+    @property
+    def budget(self) -> int:
+        """Target tokens that there must be room for: the language, those put out, and one to spare."""
+        return self.new + 2
+
+    @property
+    def half_way(self) -> int:
+        """Steps after which a step is of average length."""
+        return self.new // 2
+
+    def device_steps(self, repeats: int) -> int:
+        """Return how many steps can be timed on the device from half way on; none when there are too few tokens."""
+        return max(min(repeats, DEVICE_STEPS, self.new - self.half_way - 1), 0)
+
+
+STANDARD: Final = Lengths()
+"""The lengths of the performance table."""
 
 
 def sources(count: int, length: int, vocab: int, first: int = FIRST_WORD, seed: int = 1) -> list[list[int]]:
@@ -54,14 +81,17 @@ def spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def timings(batch: int, ones: list[float], totals: list[float]) -> dict[str, Any]:
-    """Return the figures of one case from the milliseconds of calls for 1 and for 64 tokens."""
+def timings(batch: int, ones: list[float], totals: list[float], new: int = NEW_TOKENS) -> dict[str, Any]:
+    """Return the figures of one case from the milliseconds of calls for 1 and for ``new`` tokens.
+
+    ``step_ms`` is None when ``new`` is 1: no step comes after the first token.
+    """
     one = statistics.median(ones)
     return {
         "total_ms": spread(totals),
         "one_token_ms": spread(ones),
-        "step_ms": spread([(ms - one) / (NEW_TOKENS - 1) for ms in totals]),
-        "tokens_per_s": round(1e3 * batch * NEW_TOKENS / statistics.median(totals), 1),
+        "step_ms": spread([(ms - one) / (new - 1) for ms in totals]) if new > 1 else None,
+        "tokens_per_s": round(1e3 * batch * new / statistics.median(totals), 1),
     }
 
 
@@ -70,20 +100,25 @@ def beam_batches(shape: str, beams: int) -> tuple[int, ...]:
     return BEAM_BATCHES.get(shape, ()) if beams else ()
 
 
-def measure(call: Callable[[int], object], batch: int, repeats: int) -> dict[str, Any]:
-    """Time ``call(new_tokens)``, which waits for its result, after two whole calls to warm up."""
+def measure(call: Callable[[int], object], batch: int, repeats: int, new: int = NEW_TOKENS) -> dict[str, Any]:
+    """Time ``call(new_tokens)``, which waits for its result, by the wall clock; see `measure_ms`."""
 
-    def ms(new_tokens: int) -> float:
+    def ms(tokens: int) -> float:
         start = time.perf_counter()
-        call(new_tokens)
+        call(tokens)
         return 1e3 * (time.perf_counter() - start)
 
-    first = ms(NEW_TOKENS)
-    ms(NEW_TOKENS)
+    return measure_ms(ms, batch, repeats, new)
+
+
+def measure_ms(ms: Callable[[int], float], batch: int, repeats: int, new: int = NEW_TOKENS) -> dict[str, Any]:
+    """Return the figures of one case from a call that returns its own milliseconds, after whole calls to warm up."""
+    first = ms(new)
+    ms(new)
     ms(1)
-    ones = [ms(1) for _ in range(max(repeats, 3))]
-    totals = [ms(NEW_TOKENS) for _ in range(repeats)]
-    return {"first_call_ms": round(first, 1), **timings(batch, ones, totals)}
+    ones = [ms(1) for _ in range(max(repeats, LEAST_ONES))]
+    totals = [ms(new) for _ in range(repeats)]
+    return {"first_call_ms": round(first, 1), **timings(batch, ones, totals, new)}
 
 
 # the check
@@ -122,37 +157,3 @@ def log_probabilities(logits: Array, ids: list[list[int]]) -> Array:
     rows = rows - rows.max(axis=-1, keepdims=True)
     rows -= np.log(np.exp(rows).sum(axis=-1, keepdims=True))
     return np.array([[rows[i, j, token] for j, token in enumerate(chosen)] for i, chosen in enumerate(ids)])
-
-
-# a peer's process
-
-
-def arguments(description: str | None) -> argparse.Namespace:
-    """Read a peer's command line."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="NAME=FOLDER", help="checkpoints")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--dtype", default="float16", choices=tuple(TOLERANCE))
-    parser.add_argument("--batches", default="1,8,64", help="batch sizes")
-    parser.add_argument("--beams", type=int, default=0, help="also measure beam search with so many beams")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--check", action="store_true", help="compare with the logits.npz in each folder")
-    options = parser.parse_args()
-    options.models = [(name, Path(folder)) for name, _, folder in (pair.partition("=") for pair in options.models)]
-    options.batches = [int(batch) for batch in options.batches.split(",")]
-    return options
-
-
-def report(**fields: Any) -> None:
-    """Print one result as a line of JSON."""
-    print(json.dumps(fields), flush=True)
-
-
-@contextmanager
-def reporting_errors(**where: Any) -> Iterator[None]:
-    """Report an exception, with what it happened to, and go on after the context."""
-    try:
-        yield
-    except Exception as error:
-        traceback.print_exc(file=sys.stderr)
-        report(**where, error=f"{type(error).__name__}: {error}"[:2000])

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 import metrale
-from benchmarks.gpu_decode import Batch
-from benchmarks.gpu_floors import (
+from gpu_runtime.host import HostBackend
+from gpu_runtime.op import REGISTRY, Op
+from metrale.bench.breakdown import kinds, passes, recording
+from metrale.bench.decode import Batch
+from metrale.bench.floors import (
     BY_RULE,
     FLOP_PER_S,
     READ_BYTES_PER_S,
@@ -25,11 +28,8 @@ from benchmarks.gpu_floors import (
     floor_us,
     total,
 )
-from benchmarks.gpu_ops import kinds, passes, recording
-from benchmarks.peers.protocol import SOURCE_TOKENS
-from benchmarks.shapes import SHAPES, tensors, write_checkpoint
-from gpu_runtime.host import HostBackend
-from gpu_runtime.op import REGISTRY, Op
+from metrale.bench.protocol import SOURCE_TOKENS
+from metrale.bench.shapes import SHAPES, tensors, write_checkpoint
 from metrale.errors import InvalidInput
 from metrale.nllb.model import NllbModel
 

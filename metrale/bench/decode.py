@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The model's calls, timed: encoder and prefill, decode steps, and how much of a step is the host's.
 
-The protocol is that of `benchmarks.peers`: 32 source tokens and exactly 64 output tokens whatever they are, total and
-first token by the wall clock, and a step as (total of 64 - total of 1) / 63.
+The protocol is that of `metrale.bench.protocol`: 32 source tokens and exactly 64 output tokens whatever they are, total
+and first token by the wall clock, and a step as (total of 64 - total of 1) / 63.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
 
-from benchmarks.gpu_timing import Clock, Reader
-from benchmarks.peers.protocol import FIRST_WORD, NEW_TOKENS, SOURCE_TOKENS, sources, spread, timings
 from gpu_runtime import DevicePtr
+from metrale.bench.protocol import FIRST_WORD, LEAST_ONES, STANDARD, Lengths, sources, spread, timings
+from metrale.bench.timing import Clock, Reader
 from metrale.errors import NonFiniteLogits
 from metrale.model import PrefillSlice, SequenceState
 from metrale.nllb.model import NllbModel
@@ -30,17 +30,18 @@ class Batch:
     ----------
     model : NllbModel
     size : int
-    source_tokens : int
-        Tokens of each source, its language and EOS included.
+    lengths : Lengths
+        Of each source, and the most that is put out.
     """
 
-    def __init__(self, model: NllbModel, size: int, source_tokens: int = SOURCE_TOKENS) -> None:
+    def __init__(self, model: NllbModel, size: int, lengths: Lengths = STANDARD) -> None:
         self.model = model
-        self.sources = [ids[1:-1] for ids in sources(size, source_tokens, model.vocab_size(), LANGUAGE)]
+        self.sources = [ids[1:-1] for ids in sources(size, lengths.source, model.vocab_size(), LANGUAGE)]
+        self.lengths = lengths
         self.seqs: list[SequenceState] = []
         try:
             for _ in range(size):
-                seq = model.alloc_sequence_for(source_tokens + NEW_TOKENS + 2)
+                seq = model.alloc_sequence_for(lengths.source + lengths.budget)
                 seq.src_lang_id = seq.tgt_lang_id = LANGUAGE
                 self.seqs.append(seq)
         except BaseException:
@@ -67,6 +68,12 @@ class Batch:
         """Enqueue a step; return the first logits row."""
         return self.model.decode_batch(tokens, self.seqs)
 
+    def go_half_way(self, tokens: list[int]) -> list[int]:
+        """Decode half of what is put out, from the first tokens on; return the likeliest ones after that."""
+        for _ in range(self.lengths.half_way):
+            tokens = self.choose(self.decode(tokens))
+        return tokens
+
     def choose(self, row: DevicePtr) -> list[int]:
         """Return the likeliest token of each sequence. `NonFiniteLogits` when a row has a NaN or an infinity."""
         tokens, bad = self.model.argmax_rows(row, len(self.seqs))
@@ -75,14 +82,14 @@ class Batch:
         return tokens
 
 
-def generate(model: NllbModel, size: int, new_tokens: int) -> dict[str, Any]:
+def generate(model: NllbModel, size: int, new_tokens: int, lengths: Lengths = STANDARD) -> dict[str, Any]:
     """Decode greedily and return the wall-clock milliseconds: all of it, and what the host spent enqueuing each step.
 
     Allocating and freeing the sequences counts, as it does in the peers' calls.
     """
     enqueuing = []
     start = time.perf_counter()
-    with Batch(model, size) as batch:
+    with Batch(model, size, lengths) as batch:
         tokens = batch.choose(batch.prefill())
         ids = [tokens]
         for _ in range(new_tokens - 1):
@@ -96,11 +103,11 @@ def generate(model: NllbModel, size: int, new_tokens: int) -> dict[str, Any]:
 
 def wall_times(model: NllbModel, size: int, repeats: int) -> dict[str, Any]:
     """Time whole generations of 1 and of 64 tokens, after the same calls to warm up as the peers make."""
-    first = generate(model, size, NEW_TOKENS)
-    generate(model, size, NEW_TOKENS)
+    first = generate(model, size, STANDARD.new)
+    generate(model, size, STANDARD.new)
     generate(model, size, 1)
-    ones = [generate(model, size, 1)["ms"] for _ in range(max(repeats, 3))]
-    runs = [generate(model, size, NEW_TOKENS) for _ in range(repeats)]
+    ones = [generate(model, size, 1)["ms"] for _ in range(max(repeats, LEAST_ONES))]
+    runs = [generate(model, size, STANDARD.new) for _ in range(repeats)]
     return {
         "first_call_ms": round(first["ms"], 1),
         **timings(size, ones, [run["ms"] for run in runs]),
@@ -137,9 +144,8 @@ def device_times(model: NllbModel, size: int, clock: Clock, busy: Busy, host_ms:
         prefill_host = _host_ms(lambda: batch.prefill(), model)
         prefill = clock.ms(batch.prefill, repeats, before=busy.during(prefill_host))
         tokens = batch.choose(batch.prefill())
-        for _ in range(NEW_TOKENS // 2):
-            tokens = batch.choose(batch.decode(tokens))
-        steps = clock.ms(lambda: batch.decode(tokens), min(repeats, 16), before=busy.during(host_ms))
+        tokens = batch.go_half_way(tokens)
+        steps = clock.ms(lambda: batch.decode(tokens), STANDARD.device_steps(repeats), before=busy.during(host_ms))
     return {
         "prefill_device_ms": spread(prefill),
         "prefill_host_enqueue_ms": round(prefill_host, 4),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Steps as the engine makes them: the device chooses the ids and feeds them, and the host is a step ahead.
 
-Measured three ways, by the protocol of `benchmarks.peers`: the model's calls in a loop, the engine with as many
+Measured three ways, by the protocol of `metrale.bench.protocol`: the model's calls in a loop, the engine with as many
 requests as lanes, and one step by the device's clock, the host being ahead of it. How much of an engine's step the
 device alone takes says how busy it is.
 """
@@ -16,10 +16,10 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gpu_decode import LANGUAGE, Batch, Busy
-from benchmarks.gpu_timing import Clock
-from benchmarks.peers.protocol import NEW_TOKENS, SOURCE_TOKENS, sources, spread, timings
 from gpu_runtime import GpuBackend
+from metrale.bench.decode import LANGUAGE, Batch, Busy
+from metrale.bench.protocol import LEAST_ONES, STANDARD, Lengths, measure_ms, sources, spread, timings
+from metrale.bench.timing import Clock
 from metrale.engine import Engine, Request
 from metrale.model import FeedSource
 from metrale.nllb.model import NllbModel
@@ -32,8 +32,8 @@ AHEAD: Final = 1
 class FedBatch(Batch):
     """A batch whose ids stay on the device. A context manager that waits for the device and frees everything."""
 
-    def __init__(self, model: NllbModel, size: int) -> None:
-        super().__init__(model, size)
+    def __init__(self, model: NllbModel, size: int, lengths: Lengths = STANDARD) -> None:
+        super().__init__(model, size, lengths)
         self._memory = model.alloc_host_pinned((AHEAD + 1) * RESULTS * size * 4)
         words = self._memory.array[: (AHEAD + 1) * RESULTS * size * 4].view(np.int32)
         self._buffers: list[NDArray[np.int32]] = list(words.reshape(AHEAD + 1, RESULTS, size))
@@ -73,10 +73,12 @@ class FedBatch(Batch):
         return ids
 
 
-def generate(model: NllbModel, size: int, new_tokens: int) -> tuple[float, list[list[int]]]:
+def generate(
+    model: NllbModel, size: int, new_tokens: int, lengths: Lengths = STANDARD
+) -> tuple[float, list[list[int]]]:
     """Decode greedily, a step ahead; return the wall-clock milliseconds of the call, and the ids step by step."""
     start = time.perf_counter()
-    with FedBatch(model, size) as batch:
+    with FedBatch(model, size, lengths) as batch:
         batch.prefill()
         batch.sample()
         ids = []
@@ -87,18 +89,18 @@ def generate(model: NllbModel, size: int, new_tokens: int) -> tuple[float, list[
     return 1e3 * (time.perf_counter() - start), ids
 
 
-def serve(engine: Engine, model: NllbModel, size: int, new_tokens: int) -> float:
+def serve(engine: Engine, model: NllbModel, size: int, new_tokens: int, lengths: Lengths = STANDARD) -> float:
     """Return the wall-clock milliseconds until the engine has served ``size`` requests."""
     requests = [
         Request(ids[1:-1], LANGUAGE, LANGUAGE, max_new_tokens=new_tokens + 1, eos_ids=frozenset())
-        for ids in sources(size, SOURCE_TOKENS, model.vocab_size(), LANGUAGE)
+        for ids in sources(size, lengths.source, model.vocab_size(), LANGUAGE)
     ]
     start = time.perf_counter()
     handles = [engine.submit(request) for request in requests]
-    lengths = {len(handle.result().raise_for_error().ids) for handle in handles}
+    got = {len(handle.result().raise_for_error().ids) for handle in handles}
     ms = 1e3 * (time.perf_counter() - start)
-    if lengths != {new_tokens}:
-        raise RuntimeError(f"expected {size} results of {new_tokens} tokens after the language, got {lengths}")
+    if got != {new_tokens}:
+        raise RuntimeError(f"expected {size} results of {new_tokens} tokens after the language, got {got}")
     return ms
 
 
@@ -115,21 +117,38 @@ def graph_launches(gpu: GpuBackend, model: NllbModel, size: int) -> int:
         return int(launched.call_count)
 
 
-def device_ms(model: NllbModel, size: int, clock: Clock, busy: Busy, host_ms: float, repeats: int) -> list[float]:
-    """Return the milliseconds of steps half way by the device's clock, the host being ahead of it."""
+def device_ms(
+    model: NllbModel,
+    size: int,
+    clock: Clock,
+    busy: Busy,
+    host_ms: float,
+    repeats: int,
+    lengths: Lengths = STANDARD,
+) -> list[float]:
+    """Return the milliseconds of steps half way by the device's clock, the host being ahead of it.
+
+    What keeps the device busy before each of them reads so much that the L2 holds none of the weights.
+    """
     keep_busy = busy.during(host_ms)
 
     def before() -> None:
         batch.read()
         keep_busy()
 
-    with FedBatch(model, size) as batch:
+    with FedBatch(model, size, lengths) as batch:
         batch.prefill()
         batch.sample()
-        for _ in range(NEW_TOKENS // 2):
+        for _ in range(lengths.half_way):
             batch.feed()
             batch.read()
-        return clock.ms(batch.feed, min(repeats, 16), before=before)
+        return clock.ms(batch.feed, lengths.device_steps(repeats), before=before)
+
+
+def engine_times(model: NllbModel, size: int, repeats: int, lengths: Lengths = STANDARD) -> dict[str, Any]:
+    """Time the engine with as many requests as lanes; return the figures of `measure_ms`."""
+    with Engine(model, max_lanes=size) as engine:
+        return measure_ms(lambda new: serve(engine, model, size, new, lengths), size, repeats, lengths.new)
 
 
 def measure(model: NllbModel, size: int, clock: Clock, busy: Busy, repeats: int) -> dict[str, Any]:
@@ -142,39 +161,40 @@ def measure(model: NllbModel, size: int, clock: Clock, busy: Busy, repeats: int)
         takes the device alone; ``busy``, that as a part of a step of the engine; ``graph_launches_per_step``; ``ids``,
         those of the first call, step by step.
     """
-    _, ids = generate(model, size, NEW_TOKENS)
+    new = STANDARD.new
+    _, ids = generate(model, size, new)
     generate(model, size, 1)
-    ones = [generate(model, size, 1)[0] for _ in range(max(repeats, 3))]
-    runs = [generate(model, size, NEW_TOKENS) for _ in range(repeats)]
+    ones = [generate(model, size, 1)[0] for _ in range(max(repeats, LEAST_ONES))]
+    runs = [generate(model, size, new) for _ in range(repeats)]
     host = host_ms(model, size)
-    alone = device_ms(model, size, clock, busy, max(host), repeats)
-    with Engine(model, max_lanes=size) as engine:
-        serve(engine, model, size, NEW_TOKENS)
-        serve(engine, model, size, 1)
-        served_ones = [serve(engine, model, size, 1) for _ in range(max(repeats, 3))]
-        served = [serve(engine, model, size, NEW_TOKENS) for _ in range(repeats)]
-    engine_times, step_device = timings(size, served_ones, served), spread(alone)
+    step_device = spread(device_ms(model, size, clock, busy, max(host), repeats))
+    engine = engine_times(model, size, repeats)
+    del engine["first_call_ms"]
     return {
         "fed": timings(size, ones, [ms for ms, _ in runs]),
-        "engine": engine_times,
+        "engine": engine,
         "host_enqueue_ms": spread(host),
         "step_device_ms": step_device,
-        "busy": round(step_device["median"] / engine_times["step_ms"]["median"], 3),
+        "busy": round(step_device["median"] / engine["step_ms"]["median"], 3),
         "graph_launches_per_step": graph_launches(model.gpu, model, size),
         "same_tokens_each_time": all(found == ids for _, found in runs),
         "ids": ids,
     }
 
 
-def host_ms(model: NllbModel, size: int) -> list[float]:
-    """Return the milliseconds that the host takes to enqueue each of some steps, the device being idle."""
+def host_ms(model: NllbModel, size: int, lengths: Lengths = STANDARD) -> list[float]:
+    """Return the milliseconds that the host takes to enqueue each of some steps, the device being idle.
+
+    The first two of a kind launch op by op, and capture: they count only where there are no others. Of one token put
+    out there is no step.
+    """
     times = []
-    with FedBatch(model, size) as batch:
+    with FedBatch(model, size, lengths) as batch:
         batch.prefill()
         batch.sample()
-        for _ in range(NEW_TOKENS // 2):
+        for _ in range(min(STANDARD.half_way, lengths.new - 1)):
             batch.read()
             start = time.perf_counter()
             batch.feed()
             times.append(1e3 * (time.perf_counter() - start))
-    return times[2:]  # the first ones launch op by op, and capture
+    return times[2:] or times

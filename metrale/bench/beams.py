@@ -1,52 +1,51 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Beam search, timed and checked: whole calls of ``generate_beams``, steps by the device's clock, and their launches.
 
-The protocol is that of greedy decoding (`benchmarks.peers`): 32 source tokens and exactly 64 output tokens, as no id
-ends a hypothesis here. The language token, which is given, comes on top.
+The protocol is that of greedy decoding (`metrale.bench.protocol`): 32 source tokens and exactly 64 output tokens, as no
+id ends a hypothesis here. The language token, which is given, comes on top.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gpu_decode import LANGUAGE, Batch, Busy
-from benchmarks.gpu_ops import breakdown, recording
-from benchmarks.gpu_timing import Clock, Reader
-from benchmarks.peers.protocol import (
-    NEW_TOKENS,
+from gpu_runtime import DevicePtr
+from metrale.bench.breakdown import breakdown, recording
+from metrale.bench.decode import LANGUAGE, Batch, Busy
+from metrale.bench.protocol import (
+    LEAST_ONES,
     SCORE_TOLERANCE,
-    SOURCE_TOKENS,
+    STANDARD,
+    Lengths,
     log_probabilities,
     sources,
     spread,
     timings,
 )
-from gpu_runtime import DevicePtr
+from metrale.bench.timing import Clock, Reader
 from metrale.model import BeamParams, BeamReq, FeedSource, Hypothesis, PrefillSlice, SamplingParams, SequenceState
 from metrale.nllb.model import NllbModel
 
-HALF_WAY: Final = NEW_TOKENS // 2
-DEVICE_STEPS: Final = 16
-"""Most steps that are timed on the device from half way on."""
 
-
-def generate(model: NllbModel, size: int, beams: int, new_tokens: int) -> tuple[float, list[Hypothesis]]:
+def generate(
+    model: NllbModel, size: int, beams: int, new_tokens: int, lengths: Lengths = STANDARD
+) -> tuple[float, list[Hypothesis]]:
     """Search for ``size`` sources in one call; return its wall-clock milliseconds, and the best hypothesis of each."""
     requests = [
         BeamReq(ids[1:-1], LANGUAGE, LANGUAGE, num_beams=beams, max_new=new_tokens + 1, eos_ids=())
-        for ids in sources(size, SOURCE_TOKENS, model.vocab_size(), LANGUAGE)
+        for ids in sources(size, lengths.source, model.vocab_size(), LANGUAGE)
     ]
     start = time.perf_counter()
     found = model.generate_beams(requests)
     ms = 1e3 * (time.perf_counter() - start)
     best = [hypotheses[0] for hypotheses in found]
-    lengths = {len(one.ids) for one in best}
-    if lengths != {new_tokens + 1}:
-        raise RuntimeError(f"expected {size} results of {new_tokens} tokens after the language, got {lengths} in all")
+    got = {len(one.ids) for one in best}
+    if got != {new_tokens + 1}:
+        raise RuntimeError(f"expected {size} results of {new_tokens} tokens after the language, got {got} in all")
     return ms, best
 
 
@@ -55,11 +54,11 @@ def wall_times(model: NllbModel, size: int, beams: int, repeats: int) -> tuple[d
 
     Also returns what the first call found.
     """
-    first_ms, first = generate(model, size, beams, NEW_TOKENS)
-    generate(model, size, beams, NEW_TOKENS)
+    first_ms, first = generate(model, size, beams, STANDARD.new)
+    generate(model, size, beams, STANDARD.new)
     generate(model, size, beams, 1)
-    ones = [generate(model, size, beams, 1)[0] for _ in range(max(repeats, 3))]
-    runs = [generate(model, size, beams, NEW_TOKENS) for _ in range(repeats)]
+    ones = [generate(model, size, beams, 1)[0] for _ in range(max(repeats, LEAST_ONES))]
+    runs = [generate(model, size, beams, STANDARD.new) for _ in range(repeats)]
     ids = [one.ids for one in first]
     report = {
         "first_call_ms": round(first_ms, 1),
@@ -70,12 +69,12 @@ def wall_times(model: NllbModel, size: int, beams: int, repeats: int) -> tuple[d
     return report, first
 
 
-def check(model: NllbModel, best: Hypothesis, dtype: str) -> dict[str, Any]:
+def check(model: NllbModel, best: Hypothesis, dtype: str, lengths: Lengths = STANDARD) -> dict[str, Any]:
     """Compare the log-probabilities of the first source's result with those of the same ids fed one by one, alone.
 
     A beam that attends to keys and values of a wrong ancestor has others.
     """
-    with Batch(model, 1) as batch:
+    with Batch(model, 1, lengths) as batch:
         row = batch.prefill()
         rows = [model.copy_logits_to_host(row)]
         rows += [model.copy_logits_to_host(batch.decode([token])) for token in best.ids[1:-1]]
@@ -98,19 +97,21 @@ class Searches:
         Searches.
     beams : int
         Of each.
+    lengths : Lengths
     """
 
-    def __init__(self, model: NllbModel, size: int, beams: int) -> None:
+    def __init__(self, model: NllbModel, size: int, beams: int, lengths: Lengths = STANDARD) -> None:
         self._model = model
+        self._lengths = lengths
         self._beams = beams
-        self._sources = [ids[1:-1] for ids in sources(size, SOURCE_TOKENS, model.vocab_size(), LANGUAGE)]
+        self._sources = [ids[1:-1] for ids in sources(size, lengths.source, model.vocab_size(), LANGUAGE)]
         self._event = model.create_event()
         self._memory = model.alloc_host_pinned(4 * size)
         self._flags: NDArray[np.int32] = self._memory.array[: 4 * size].view(np.int32)
         self._seqs: list[SequenceState] = []
         try:
             for _ in range(size):
-                seq = model.alloc_beams(beams, SOURCE_TOKENS, NEW_TOKENS + 2)
+                seq = model.alloc_beams(beams, lengths.source, lengths.budget)
                 seq.src_lang_id = seq.tgt_lang_id = LANGUAGE
                 self._seqs.append(seq)
         except BaseException:
@@ -135,7 +136,7 @@ class Searches:
         """Take in the sources, and make the first selection."""
         pairs = zip(self._sources, self._seqs, strict=True)
         rows = self._model.prefill_batch_chunk([PrefillSlice.whole(ids, seq) for ids, seq in pairs])
-        params = SamplingParams(eos_ids=(), max_new_tokens=NEW_TOKENS + 1)
+        params = SamplingParams(eos_ids=(), max_new_tokens=self._lengths.new + 1)
         for seq in self._seqs:
             self._model.begin_beams(seq, BeamParams(num_beams=self._beams), params)
         self._select(rows)
@@ -160,18 +161,26 @@ class Searches:
         self.select()
 
 
-def step_times(model: NllbModel, size: int, beams: int, clock: Clock, busy: Busy, repeats: int) -> dict[str, Any]:
-    """Time steps half way: how long the host takes to enqueue one, and the device alone, the host being ahead of it."""
-    with Searches(model, size, beams) as searches:
+def step_times(
+    model: NllbModel, size: int, beams: int, clock: Clock, busy: Busy, repeats: int, lengths: Lengths = STANDARD
+) -> dict[str, Any]:
+    """Time steps half way: how long the host takes to enqueue one, and the device alone, the host being ahead of it.
+
+    Nothing is returned when there are too few tokens for that.
+    """
+    count = lengths.device_steps(repeats)
+    if not count:
+        return {}
+    with Searches(model, size, beams, lengths) as searches:
         searches.begin()
         enqueuing = []
-        for _ in range(HALF_WAY):
+        for _ in range(lengths.half_way):
             model.synchronize()
             start = time.perf_counter()
             searches.step()
             enqueuing.append(1e3 * (time.perf_counter() - start))
         host = spread(enqueuing)
-        steps = clock.ms(searches.step, min(repeats, DEVICE_STEPS), before=busy.during(host["median"]))
+        steps = clock.ms(searches.step, count, before=busy.during(host["median"]))
     return {"host_enqueue_ms": host, "step_device_ms": spread(steps)}
 
 
@@ -185,7 +194,7 @@ def launches(
     """
     with Searches(model, size, beams) as searches:
         searches.begin()
-        for _ in range(HALF_WAY):
+        for _ in range(STANDARD.half_way):
             searches.step()
         with recording(model.gpu) as step:
             searches.decode()

@@ -17,9 +17,9 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gpu_floors import TABLES, Call, cost, floor_us, total
-from benchmarks.gpu_timing import Clock, Reader
 from gpu_runtime import GpuBackend, LaunchRecord, Op, StreamLike, dtypes
+from metrale.bench.floors import TABLES, Call, cost, floor_us, total
+from metrale.bench.timing import Clock, Reader
 
 LEAST_CALLS = 8
 """Launches of a kind that are timed together at least; fewer are repeated."""
