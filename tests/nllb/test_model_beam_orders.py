@@ -50,7 +50,7 @@ REQS = [
 ]
 
 
-@pytest.mark.parametrize(("order", "seed"), draws(ORDERS, 3))
+@pytest.mark.parametrize(("order", "seed"), draws(ORDERS, 2))
 def test_whole_searches_in_any_order(folder: Path, order: str, seed: int) -> None:
     """The host is a step ahead of the device; requests come and go as there is room. Each finds what it finds alone."""
     with opened(folder, "in_order", seed) as model:
@@ -80,7 +80,7 @@ def in_order(folder: Path) -> Callable[[int], BeamProgram]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize(("order", "seed"), draws(ORDERS, 3))
+@pytest.mark.parametrize(("order", "seed"), draws(ORDERS, 2))
 def test_the_same_bits_in_any_order(
     folder: Path, in_order: Callable[[int], BeamProgram], program: int, order: str, seed: int
 ) -> None:

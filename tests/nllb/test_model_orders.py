@@ -77,7 +77,7 @@ def in_order(folder: Path) -> Callable[[int], Program]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize(("order", "seed"), draws(ORDERS, 5))
+@pytest.mark.parametrize(("order", "seed"), draws(ORDERS, 3))
 def test_the_same_bits_in_any_order(
     folder: Path, in_order: Callable[[int], Program], program: int, order: str, seed: int
 ) -> None:
