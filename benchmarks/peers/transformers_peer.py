@@ -14,9 +14,8 @@ from metrale.bench.protocol import (
     CHECK_SOURCES,
     FIRST_WORD,
     STANDARD,
-    TOLERANCE,
     Lengths,
-    difference,
+    compare_logits,
     forced_ids,
     sources,
 )
@@ -81,14 +80,7 @@ class Peer:
 
 def compare(peer: Peer, folder: Path, dtype: str) -> dict[str, Any]:
     """Return how far metrale's logits, kept in the folder, are from this system's."""
-    ours, theirs = np.load(folder / "logits.npz")["logits"], peer.logits()
-    error = difference(ours, theirs)
-    return {
-        "largest_relative_difference": float(f"{error:.3g}"),
-        "tolerance": TOLERANCE[dtype],
-        "same_likeliest": f"{int((ours.argmax(-1) == theirs.argmax(-1)).sum())} of {ours[..., 0].size}",
-        "passed": error <= TOLERANCE[dtype],
-    }
+    return compare_logits(np.load(folder / "logits.npz")["logits"], peer.logits(), dtype)
 
 
 def serve(name: str, folder: Path, options: Any) -> None:

@@ -21,10 +21,9 @@ from metrale.bench.protocol import (
     CHECK_SOURCES,
     CHECK_STEPS,
     SOURCE_TOKENS,
-    TOLERANCE,
     Array,
     Lengths,
-    difference,
+    compare_logits,
     forced_ids,
 )
 from metrale.nllb.model import NllbModel
@@ -54,17 +53,6 @@ def _rows(model: NllbModel, first: DevicePtr, count: int) -> Array:
     return np.stack([model.copy_logits_to_host(first.offset(row * step)) for row in range(count)])
 
 
-def compare(ours: Array, theirs: Array, dtype: str) -> dict[str, Any]:
-    """Return how far two systems' logits are apart, and whether that may be."""
-    error = difference(ours, theirs)
-    return {
-        "largest_relative_difference": float(f"{error:.3g}"),
-        "tolerance": TOLERANCE[dtype],
-        "same_likeliest": f"{int((ours.argmax(-1) == theirs.argmax(-1)).sum())} of {ours[..., 0].size}",
-        "passed": error <= TOLERANCE[dtype],
-    }
-
-
 def check(
     model: NllbModel, folder: Path, gpu: GpuBackend, dtype: str, limits: Mapping[str, Any], batches: Sequence[int]
 ) -> dict[str, Any]:
@@ -81,13 +69,14 @@ def check(
     found: dict[str, Any] = {
         "finite": bool(np.isfinite(ours).all()),
         "batches": {
-            str(size): compare(forced_logits(model, size), ours[: min(size, CHECK_SOURCES)], dtype) for size in batches
+            str(size): compare_logits(forced_logits(model, size), ours[: min(size, CHECK_SOURCES)], dtype)
+            for size in batches
         },
     }
     itemsize = dtypes.itemsize(dtypes.short_name(dtype))
     if model.memory_plan().weights * 4 // itemsize <= MOST_FLOAT32_BYTES:
         with metrale.load(folder, gpu, "float32", **{**limits, "max_batch": CHECK_SOURCES}) as exact:
-            found["float32"] = compare(ours, forced_logits(exact), dtype)
+            found["float32"] = compare_logits(ours, forced_logits(exact), dtype)
     parts = [*found["batches"].values(), *([found["float32"]] if "float32" in found else [])]
     found["passed"] = found["finite"] and all(part["passed"] for part in parts)
     return found
@@ -123,15 +112,15 @@ class Judge:
         Returns
         -------
         dict
-            ``finite``; ``alone``, ``pair`` and, if there is one, ``float32``, as `compare` returns them; ``passed``.
+            ``finite``; ``alone``, ``pair`` and, if there is one, ``float32``, as `compare_logits` returns them; ``passed``.
         """
         ours = self._rows(size, source_tokens)
         parts = {
-            "alone": compare(ours[:1], self._rows(1, source_tokens), self._dtype),
-            "pair": compare(ours, self._rows(CHECK_SOURCES, source_tokens)[: len(ours)], self._dtype),
+            "alone": compare_logits(ours[:1], self._rows(1, source_tokens), self._dtype),
+            "pair": compare_logits(ours, self._rows(CHECK_SOURCES, source_tokens)[: len(ours)], self._dtype),
         }
         if source_tokens in self._exact:
-            parts["float32"] = compare(ours, self._exact[source_tokens][: len(ours)], self._dtype)
+            parts["float32"] = compare_logits(ours, self._exact[source_tokens][: len(ours)], self._dtype)
         finite = bool(np.isfinite(ours).all())
         return {"finite": finite, **parts, "passed": finite and all(part["passed"] for part in parts.values())}
 

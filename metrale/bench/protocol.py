@@ -151,6 +151,24 @@ def difference(ours: Array, theirs: Array) -> float:
     return float(error.max()) if np.isfinite(error).all() else float("inf")
 
 
+def compare_logits(ours: Array, theirs: Array, dtype: str) -> dict[str, Any]:
+    """Return how far two systems' logits ``[..., vocab]`` are apart, and whether that may be in this element type.
+
+    Returns
+    -------
+    dict
+        ``largest_relative_difference`` (`difference`), the ``tolerance`` it is held to, ``same_likeliest`` (in how many
+        rows both have the same likeliest id) and ``passed``.
+    """
+    error = difference(ours, theirs)
+    return {
+        "largest_relative_difference": float(f"{error:.3g}"),
+        "tolerance": TOLERANCE[dtype],
+        "same_likeliest": f"{int((ours.argmax(-1) == theirs.argmax(-1)).sum())} of {ours[..., 0].size}",
+        "passed": error <= TOLERANCE[dtype],
+    }
+
+
 def log_probabilities(logits: Array, ids: list[list[int]]) -> Array:
     """Return the log-probability of ``ids[i][j]`` under ``logits[i, j]``."""
     rows = np.asarray(logits, dtype=np.float64)
