@@ -112,7 +112,7 @@ class Judge:
         Returns
         -------
         dict
-            ``finite``; ``alone``, ``pair`` and, if there is one, ``float32``, as `compare_logits` returns them; ``passed``.
+            ``finite``; ``alone``, ``pair`` and, if there is one, ``float32``, each as of `compare_logits`; ``passed``.
         """
         ours = self._rows(size, source_tokens)
         parts = {
