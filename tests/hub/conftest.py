@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,3 +46,9 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 def checkpoint(tiny_folder: Path) -> dict[str, bytes]:
     """The files of a tiny checkpoint."""
     return {path.name: path.read_bytes() for path in sorted(tiny_folder.iterdir())}
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub waits before it tries again."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
