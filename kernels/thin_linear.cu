@@ -10,16 +10,16 @@
 //            metrale.ops.thin_linear.shared_bytes. May begin before the kernel ahead has ended, if nothing that is still
 //            under way writes gamma, beta, weight or bias.
 // Aliasing   out overlaps nothing that is read.
-// Order      A row's bits depend on its own elements, the weights, the number of warps and whether GROUPS is above 2: not
-//            on the other rows, not on its place, not on alignment.
+// Order      A row's bits depend on its own elements, the weights and the number of warps: not on the other rows, not on
+//            its place, not on alignment, not on the entry point.
 // Numbers    Products of T summed in float on the tensor cores; LayerNorm, bias, activation and residual in float.
 //
 // For few rows, up to 64 or so: the weights are read once and are the limit. The warps of a block split k, and a lane
 // loads what it multiplies straight into registers: of one row in each of GROUPS groups of 8 rows of the weights, before
 // the wait for the kernel ahead, and of one row of x, in the same columns. Which columns the tensor cores take together
 // does not matter as long as both operands agree, so that a lane's share of 32 columns is 8 neighbouring ones, one load of
-// 16 bytes; and what it loads of the weights lies in the registers as the tensor cores want it. Of the 16 rows that these
-// take of x, 8 are there and the others 0. The warps' sums are added in shared memory, in order.
+// 16 bytes, and lies in registers as the tensor cores want it. Of x they take 16 rows: 8 rows are given in one half of their
+// columns as the first 8, and in the other as the last 8. The warps' sums are added in shared memory, in order.
 
 #include "common/activation.cuh"
 #include "common/attention.cuh"
@@ -34,6 +34,14 @@ constexpr int MERGED = 2;          // chunks that moments are formed of
 constexpr int MOST_STAGED = 8192;  // columns whose gamma and beta fit into shared memory
 
 constexpr int PITCH = TILE * GROUP + GROUP;  // floats from group to group among a warp's sums: no bank conflicts
+
+// threadIdx.x, of which the compiler does not know that it has been read before. What is used once a tile is found from it
+// anew, so as not to take registers in between.
+__device__ __forceinline__ int thread_again() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
 
 // Columns that a warp multiplies at a time.
 template <typename T>
@@ -52,10 +60,8 @@ struct Layer {
 
 // A lane's share of k. Of each of its warp's chunks it has a pack; `there` counts those that begin within k.
 struct Share {
-    int chunks;   // of each warp
-    int begin;    // the warp's first column
-    int columns;  // how many the warp has
-    int column;   // where the lane's first pack begins
+    int begin;   // the warp's first column
+    int column;  // where the lane's first pack begins
     int there;
 };
 
@@ -67,13 +73,23 @@ struct Room {
 };
 
 template <typename T>
-__device__ __forceinline__ Share share_of(int k) {
-    const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP;
-    const int chunks = ((k + CHUNK<T> - 1) / CHUNK<T> + warps - 1) / warps;
-    const int begin = warp * chunks * CHUNK<T>;
-    const int column = begin + static_cast<int>(threadIdx.x) % LANES * PACK<T>;
-    const int there = max(0, min(chunks, (k - column + CHUNK<T> - 1) / CHUNK<T>));
-    return {chunks, begin, max(0, min(k - begin, chunks * CHUNK<T>)), column, there};
+__device__ __forceinline__ Share share_of(int k, int chunks, int thread) {
+    const int begin = thread / WARP * chunks * CHUNK<T>;
+    const int column = begin + thread % LANES * PACK<T>;
+    return {begin, column, max(0, min(chunks, (k - column + CHUNK<T> - 1) / CHUNK<T>))};
+}
+
+// The chunks of each warp. Blocks have 8 or 16 warps.
+template <typename T>
+__device__ __forceinline__ int chunks_of(int k) {
+    const int all = (k + CHUNK<T> - 1) / CHUNK<T>;
+    return blockDim.x <= 8 * WARP ? (all + 7) / 8 : (all + 15) / 16;
+}
+
+// How many columns a warp has.
+template <typename T>
+__device__ __forceinline__ int columns_of(int k, int chunks, int warp) {
+    return max(0, min(k - warp * chunks * CHUNK<T>, chunks * CHUNK<T>));
 }
 
 // The elements of the lane's pack in one of the warp's chunks.
@@ -82,90 +98,97 @@ __device__ __forceinline__ int elements(const Share& share, int chunk, int k) {
     return chunk < share.there ? min(PACK<T>, k - share.column - chunk * CHUNK<T>) : 0;
 }
 
-// How many sums a group has. With two, for the halves of a chunk, fewer products wait for the one before them; with more
-// groups there are others to go on with, and registers are short.
-template <int GROUPS>
-inline constexpr int CHAINS = GROUPS <= 2 ? 2 : 1;
+// The sums of 8 rows of x with a group. A pack of x is given to the tensor cores as it is: its first two words as row
+// lane / 4 and its last two as row lane / 4 + 8. With the first two words of the weights, what comes of the former is
+// wanted, with the last two, what comes of the latter; the other half of each product goes nowhere.
+using Sums = float[2][4];
 
-// sums += one chunk of 8 rows of x by a group.
-template <typename T, int COUNT>
-__device__ __forceinline__ void multiply(float (&sums)[COUNT][4], const uint4& x, const uint4& weights) {
-    multiply_add(sums[0], x.x, 0, x.y, 0, weights.x, weights.y, T{});
-    multiply_add(sums[COUNT - 1], x.z, 0, x.w, 0, weights.z, weights.w, T{});
+template <typename T>
+__device__ __forceinline__ void multiply(Sums& sums, const uint4& x, const uint4& weights) {
+    multiply_add(sums[0], x.x, x.z, x.y, x.w, weights.x, weights.y, T{});
+    multiply_add(sums[1], x.x, x.z, x.y, x.w, weights.z, weights.w, T{});
 }
 
 // Leaves the warp's sums with a group in shared memory: row lane / 4 of x by rows 2 * (lane % 4) and the next of the
 // weights.
-template <int COUNT>
-__device__ __forceinline__ void store_sums(const float (&sums)[COUNT][4], float* to) {
-    float2 whole = make_float2(sums[0][0], sums[0][1]);
-    if constexpr (COUNT == 2) {
-        whole = make_float2(whole.x + sums[1][0], whole.y + sums[1][1]);
-    }
-    reinterpret_cast<float2*>(to)[threadIdx.x % WARP] = whole;
+__device__ __forceinline__ void store_sums(const Sums& sums, float* to) {
+    reinterpret_cast<float2*>(to)[thread_again() % WARP] =
+        make_float2(sums[0][0] + sums[1][2], sums[0][1] + sums[1][3]);
 }
 
-// What the thread's element of a tile ends in. There are as many threads as elements, or more.
+// The thread's element of a tile. There are as many threads as elements, or more.
 template <typename T>
-struct Epilogue {
-    int row, group, within, column;
-    float bias, before;
+struct Element {
+    int row, within, column;
 
-    __device__ __forceinline__ Epilogue(const Layer<T>& layer, int groups) {
-        row = static_cast<int>(threadIdx.x) / (groups * GROUP);
-        within = static_cast<int>(threadIdx.x) % (groups * GROUP);
+    __device__ __forceinline__ explicit Element(int groups) {
+        const int thread = thread_again();
+        row = thread / (groups * GROUP);
+        within = thread % (groups * GROUP);
         column = blockIdx.x * (groups * GROUP) + within;
-        const bool there = layer.bias != nullptr && row < TILE && column < layer.n;
-        bias = there ? to_float(layer.bias[column]) : 0.0f;
-        before = 0.0f;
     }
-
     __device__ __forceinline__ bool wanted(const Layer<T>& layer, int tile) const {
         return row < TILE && tile + row < layer.rows && column < layer.n;
     }
     __device__ __forceinline__ T* place(const Layer<T>& layer, int tile) const {
         return layer.out + (tile + row) * layer.out_stride + column;
     }
-
-    __device__ __forceinline__ void load_before(const Layer<T>& layer, int tile) {
-        before = to_float(load_fresh_element(place(layer, tile), layer.residual && wanted(layer, tile)));
-    }
-
-    // Adds the warps' sums in order, and writes the result.
-    __device__ __forceinline__ void finish(const Layer<T>& layer, int tile, int groups, const float* sums) const {
-        if (wanted(layer, tile)) {
-            const float* from = sums + within / GROUP * PITCH + row * GROUP + within % GROUP;
-            float sum = from[0];
-#pragma unroll 7
-            for (int warp = 1; warp < static_cast<int>(blockDim.x) / WARP; ++warp) {
-                sum += from[warp * (groups * PITCH)];
-            }
-            const float value = activate(sum + bias, layer.activation);
-            *place(layer, tile) = from_float<T>(layer.residual ? value + before : value);
-        }
-    }
 };
 
+template <typename T>
+__device__ __forceinline__ float load_bias(const Layer<T>& layer, int groups) {
+    const Element<T> element(groups);
+    const bool there = layer.bias != nullptr && element.row < TILE && element.column < layer.n;
+    return there ? to_float(layer.bias[element.column]) : 0.0f;
+}
+
+// What `out` holds, if it is added to.
+template <typename T>
+__device__ __forceinline__ float load_before(const Layer<T>& layer, int groups, int tile) {
+    const Element<T> element(groups);
+    const bool there = layer.residual && element.wanted(layer, tile);
+    return to_float(load_fresh_element(element.place(layer, tile), there));
+}
+
+// Adds the warps' sums in order, and writes the result.
+template <typename T>
+__device__ __forceinline__ void finish(const Layer<T>& layer, int groups, int tile, float bias, float before,
+                                       const float* sums) {
+    const Element<T> element(groups);
+    if (element.wanted(layer, tile)) {
+        const float* from = sums + element.within / GROUP * PITCH + element.row * GROUP + element.within % GROUP;
+        float sum = from[0];
+#pragma unroll 7
+        for (int warp = 1; warp < static_cast<int>(blockDim.x) / WARP; ++warp) {
+            sum += from[warp * (groups * PITCH)];
+        }
+        const float value = activate(sum + bias, layer.activation);
+        *element.place(layer, tile) = from_float<T>(layer.residual ? value + before : value);
+    }
+}
+
 // Leaves what the warp has of each lane's row in shared memory.
-__device__ __forceinline__ void store_moments(const Moments& own, const Share& share, float2* to) {
-    const Moments merged = merge_lanes(own, static_cast<float>(share.columns), LANES);
-    if (threadIdx.x % LANES == 0) {
-        to[threadIdx.x / WARP * TILE + threadIdx.x % WARP / LANES] = make_float2(merged.mean, merged.squares);
+template <typename T>
+__device__ __forceinline__ void store_moments(const Layer<T>& layer, int chunks, const Moments& own, float2* to) {
+    const int thread = thread_again(), warp = thread / WARP;
+    const Moments merged = merge_lanes(own, static_cast<float>(columns_of<T>(layer.k, chunks, warp)), LANES);
+    if (thread % LANES == 0) {
+        to[warp * TILE + thread % WARP / LANES] = make_float2(merged.mean, merged.squares);
     }
 }
 
 // Merges what the warps have left of a row: each of its lanes every fourth warp, then the lanes.
 template <typename T>
-__device__ __forceinline__ Norm merge_warps(const Layer<T>& layer, const Share& share, const float2* from) {
+__device__ __forceinline__ Norm merge_warps(const Layer<T>& layer, int chunks, const float2* from) {
     constexpr int PARTS = MOST_WARPS / LANES;
-    const int warps = blockDim.x / WARP, first = threadIdx.x % LANES, width = share.chunks * CHUNK<T>;
+    const int warps = blockDim.x / WARP, thread = thread_again();
     float2 parts[PARTS];
     float columns[PARTS], sum = 0.0f, squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) {
-        const int warp = i * LANES + first;
-        parts[i] = warp < warps ? from[warp * TILE + threadIdx.x % WARP / LANES] : make_float2(0.0f, 0.0f);
-        columns[i] = static_cast<float>(max(0, min(layer.k - warp * width, width)));  // 0 past the last warp
+        const int warp = i * LANES + thread % LANES;
+        parts[i] = warp < warps ? from[warp * TILE + thread % WARP / LANES] : make_float2(0.0f, 0.0f);
+        columns[i] = static_cast<float>(columns_of<T>(layer.k, chunks, warp));  // 0 past the last warp
         sum += columns[i] * parts[i].x;
     }
     const float part = reciprocal(static_cast<float>(layer.k));
@@ -182,58 +205,73 @@ __device__ __forceinline__ Norm merge_warps(const Layer<T>& layer, const Share& 
 // the weights of the next ones then replace those that have been used.
 template <typename T, int GROUPS, int CHUNKS, int WINDOW, bool STREAMED>
 struct Whole {
-    static constexpr int STAGED = CHUNKS * 2 * LANES / WARP;  // packs of gamma and beta that a lane stages at a time
+    static constexpr int STAGED = CHUNKS < 8 ? 1 : 2;                   // packs of gamma and beta a lane stages at a time
+    static constexpr int STAGED_CHUNKS = STAGED * WARP / (2 * LANES);  // those of so many chunks
+    static constexpr int PASS = GROUPS < 2 ? 1 : 2;                     // groups whose sums are in registers together
+    static constexpr bool EARLY = GROUPS <= 2 && !STREAMED;            // there is a register for what `out` holds
+    static_assert(GROUPS == PASS || (WINDOW == CHUNKS && !STREAMED), "x stays in registers for the next groups");
 
     const Layer<T>& layer;
-    const Share& share;
     const Room& room;
-    const T* from_x;       // the lane's first pack in row g of x
-    const T* from_weight;  // and in row g of the first group
-    int g, all;            // all: chunks of the warp, in whole batches of CHUNKS
+    int chunks, all;  // of the warp; all: in whole batches of CHUNKS
     uint4 weights[GROUPS][CHUNKS];
     uint4 window[WINDOW];
 
-    __device__ __forceinline__ Whole(const Layer<T>& l, const Share& s, const Room& r)
-        : layer(l), share(s), room(r), g(threadIdx.x % WARP / LANES) {
-        all = STREAMED ? (share.chunks + CHUNKS - 1) / CHUNKS * CHUNKS : CHUNKS;
-        from_x = layer.x + g * layer.x_stride + share.column;
-        from_weight = layer.weight + (static_cast<long long>(blockIdx.x) * (GROUPS * GROUP) + g) * layer.k + share.column;
-    }
+    __device__ __forceinline__ Whole(const Layer<T>& l, const Room& r, int c)
+        : layer(l), room(r), chunks(c), all(STREAMED ? (c + CHUNKS - 1) / CHUNKS * CHUNKS : CHUNKS) {}
 
-    // Fills place `i` of the weights with chunk `first + i`.
-    __device__ __forceinline__ void load_weights(int i, int first) {
-#pragma unroll
-        for (int r = 0; r < GROUPS; ++r) {
-            const int row = (blockIdx.x * GROUPS + r) * GROUP + g;
-            weights[r][i] = load_once(from_weight + static_cast<long long>(r * GROUP) * layer.k + (first + i) * CHUNK<T>,
-                                      row < layer.n && first + i < share.there);
-        }
-    }
+    // Where some of a lane's packs are, a chunk apart, and how many of them are there.
+    struct Packs {
+        const T* from;
+        int there;
+    };
 
-    // Fills place `i` of the window; a chunk past the last one is of the next tile.
-    __device__ __forceinline__ void load_x(int i, int tile, int chunk) {
+    // Of x from a chunk of a tile on; a chunk past the last one is of the next tile.
+    __device__ __forceinline__ Packs x_from(int tile, int chunk) const {
         if (chunk >= all) {
             chunk -= all;
             tile += TILE;
         }
-        window[i] = load_fresh(from_x + tile * layer.x_stride + chunk * CHUNK<T>,
-                               tile + g < layer.rows && chunk < share.there);
+        const int thread = thread_again(), row = tile + thread % WARP / LANES;
+        const Share share = share_of<T>(layer.k, chunks, thread);
+        return {layer.x + row * layer.x_stride + share.column + chunk * CHUNK<T>, row < layer.rows ? share.there - chunk : 0};
+    }
+
+    // Of a group of the weights.
+    __device__ __forceinline__ Packs weights_from(int group, int chunk) const {
+        const int thread = thread_again(), row = (blockIdx.x * GROUPS + group) * GROUP + thread % WARP / LANES;
+        const Share share = share_of<T>(layer.k, chunks, thread);
+        return {layer.weight + static_cast<long long>(row) * layer.k + share.column + chunk * CHUNK<T>,
+                row < layer.n ? share.there - chunk : 0};
+    }
+
+    __device__ __forceinline__ void load_x(int i, const Packs& packs) {
+        window[i] = load_fresh(packs.from + i * CHUNK<T>, i < packs.there);
+    }
+
+    __device__ __forceinline__ void load_window(int tile, int chunk) {
+        const Packs packs = x_from(tile, chunk);
+#pragma unroll
+        for (int i = 0; i < WINDOW; ++i) {
+            load_x(i, packs);
+        }
     }
 
     // Gamma and beta of the warp's chunks, of which a lane loads every 32nd pack.
     __device__ __forceinline__ void load_staged(uint4 (&packs)[STAGED], int first) const {
 #pragma unroll
         for (int i = 0; i < STAGED; ++i) {
-            const int place = first * (2 * LANES) + i * WARP + static_cast<int>(threadIdx.x) % WARP;
+            const int thread = thread_again(), place = first * (2 * LANES) + i * WARP + thread % WARP;
             const int chunk = place / (2 * LANES);
-            const int column = share.begin + chunk * CHUNK<T> + place % LANES * PACK<T>;
+            const int column = (thread / WARP * chunks + chunk) * CHUNK<T> + place % LANES * PACK<T>;
             const T* from = place / LANES % 2 == 0 ? layer.gamma : layer.beta;
-            packs[i] = load_once(from + column, chunk < share.chunks && column < layer.k);
+            packs[i] = load_once(from + column, chunk < chunks && column < layer.k);
         }
     }
 
     __device__ __forceinline__ void store_staged(const uint4 (&packs)[STAGED], int first) const {
-        uint4* to = room.staged + static_cast<int>(threadIdx.x / WARP) * all * (2 * LANES) + threadIdx.x % WARP;
+        const int thread = thread_again();
+        uint4* to = room.staged + thread / WARP * all * (2 * LANES) + thread % WARP;
 #pragma unroll
         for (int i = 0; i < STAGED; ++i) {
             to[first * (2 * LANES) + i * WARP] = packs[i];
@@ -245,19 +283,15 @@ struct Whole {
         Moments moments = {0.0f, 0.0f, 0.0f};
 #pragma unroll 1
         for (int first = 0; first < all; first += WINDOW) {
-            moments = observe_window(moments, share.there - first);
+            moments = observe_window(moments, x_from(tile, first).there);
             if (all > WINDOW) {
-                const int next = first + WINDOW < all ? first + WINDOW : 0;
-#pragma unroll
-                for (int i = 0; i < WINDOW; ++i) {
-                    load_x(i, tile, next + i);
-                }
+                load_window(tile, first + WINDOW < all ? first + WINDOW : 0);
             }
         }
-        store_moments(moments, share, room.moments);
+        store_moments(layer, chunks, moments, room.moments);
         __syncthreads();
         forget();
-        return merge_warps(layer, share, room.moments);
+        return merge_warps(layer, chunks, room.moments);
     }
 
     __device__ __forceinline__ Moments observe_window(Moments moments, int there) const {
@@ -286,49 +320,65 @@ struct Whole {
     }
 
     __device__ __forceinline__ void normalise(int chunk, const Norm& norm) {
-        const uint4* from = room.staged + (static_cast<int>(threadIdx.x / WARP) * all + chunk) * (2 * LANES) +
-                            threadIdx.x % LANES;
+        const int thread = thread_again();
+        const uint4* from = room.staged + (thread / WARP * all + chunk) * (2 * LANES) + thread % LANES;
 #pragma unroll
         for (int i = 0; i < WINDOW; ++i) {
             window[i] = normalised<T>(window[i], from[i * (2 * LANES)], from[i * (2 * LANES) + LANES], norm);
         }
     }
 
-    // `more`: the weights of another batch follow.
-    __device__ __forceinline__ void multiply_batch(int tile, int batch, bool more, bool normed, const Norm& norm,
-                                                   float (&sums)[GROUPS][CHAINS<GROUPS>][4]) {
+    // Adds chunks of the batch at `batch` to the sums of PASS groups from `group` on. `more`: other weights take the place
+    // of those that have been used.
+    __device__ __forceinline__ void multiply_batch(int tile, int batch, int group, bool more, bool normed, const Norm& norm,
+                                                   Sums (&sums)[PASS]) {
 #pragma unroll
         for (int first = 0; first < CHUNKS; first += WINDOW) {
-            if (normed) {
+            if (normed && group == 0) {
                 normalise(batch + first, norm);
             }
+            const Packs next = x_from(tile, batch + first + WINDOW);
 #pragma unroll
             for (int i = 0; i < WINDOW; ++i) {
 #pragma unroll
-                for (int r = 0; r < GROUPS; ++r) {
-                    multiply<T>(sums[r], window[i], weights[r][first + i]);
+                for (int r = 0; r < PASS; ++r) {
+                    if (group + r < GROUPS) {
+                        multiply<T>(sums[r], window[i], weights[group + r][first + i]);
+                    }
                 }
-                load_x(i, tile, batch + first + i + WINDOW);
+                if (group + PASS >= GROUPS) {
+                    load_x(i, next);
+                }
                 if (more) {
-                    load_weights(first + i, batch + CHUNKS < all ? batch + CHUNKS : 0);
+#pragma unroll
+                    for (int r = 0; r < GROUPS; ++r) {
+                        const Packs packs = weights_from(r, batch + CHUNKS < all ? batch + CHUNKS : 0);
+                        weights[r][first + i] = load_once(packs.from + (first + i) * CHUNK<T>, first + i < packs.there);
+                    }
                 }
             }
         }
     }
 
+    // Leaves the warps' sums of a tile in shared memory.
     __device__ __forceinline__ void multiply_tile(int tile, bool normed, const Norm& norm) {
-        float sums[GROUPS][CHAINS<GROUPS>][4] = {};
-#pragma unroll 1
-        for (int batch = 0; batch < all; batch += CHUNKS) {
-            const bool more = STREAMED && (batch + CHUNKS < all || (all > CHUNKS && tile + TILE < layer.rows));
-            multiply_batch(tile, batch, more, normed, norm, sums);
-        }
-        if (tile > 0) {
-            __syncthreads();  // the sums of the tile before have been read
-        }
 #pragma unroll
-        for (int r = 0; r < GROUPS; ++r) {
-            store_sums(sums[r], room.sums + (threadIdx.x / WARP * GROUPS + r) * PITCH);
+        for (int group = 0; group < GROUPS; group += PASS) {
+            Sums sums[PASS] = {};
+#pragma unroll 1
+            for (int batch = 0; batch < all; batch += CHUNKS) {
+                const bool more = STREAMED && (batch + CHUNKS < all || (all > CHUNKS && tile + TILE < layer.rows));
+                multiply_batch(tile, batch, group, more, normed, norm, sums);
+            }
+            if (group == 0 && tile > 0) {
+                __syncthreads();  // the sums of the tile before have been read
+            }
+#pragma unroll
+            for (int r = 0; r < PASS; ++r) {
+                if (group + r < GROUPS) {
+                    store_sums(sums[r], room.sums + (thread_again() / WARP * GROUPS + group + r) * PITCH);
+                }
+            }
         }
         __syncthreads();
     }
@@ -336,22 +386,24 @@ struct Whole {
     __device__ __forceinline__ void run() {
         const bool normed = layer.gamma != nullptr;
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) {
-            load_weights(i, 0);
+        for (int r = 0; r < GROUPS; ++r) {
+            const Packs packs = weights_from(r, 0);
+#pragma unroll
+            for (int i = 0; i < CHUNKS; ++i) {
+                weights[r][i] = load_once(packs.from + i * CHUNK<T>, i < packs.there);
+            }
         }
         uint4 staged[STAGED];
         if (normed) {
             load_staged(staged, 0);
         }
-        Epilogue<T> epilogue(layer, GROUPS);
+        const float bias = load_bias(layer, GROUPS);
         wait_for_previous();
-#pragma unroll
-        for (int i = 0; i < WINDOW; ++i) {
-            load_x(i, 0, i);
-        }
+        load_window(0, 0);
         if (normed) {
             store_staged(staged, 0);
-            for (int first = CHUNKS; STREAMED && first < all; first += CHUNKS) {
+#pragma unroll 1
+            for (int first = STAGED_CHUNKS; first < all; first += STAGED_CHUNKS) {
                 load_staged(staged, first);
                 store_staged(staged, first);
             }
@@ -359,10 +411,11 @@ struct Whole {
         }
 #pragma unroll 1
         for (int tile = 0; tile < layer.rows; tile += TILE) {
-            epilogue.load_before(layer, tile);
             const Norm norm = normed ? find_norm(tile) : Norm{0.0f, 0.0f};
+            float before = EARLY ? load_before(layer, GROUPS, tile) : 0.0f;
             multiply_tile(tile, normed, norm);
-            epilogue.finish(layer, tile, GROUPS, room.sums);
+            before = EARLY ? before : load_before(layer, GROUPS, tile);
+            finish(layer, GROUPS, tile, bias, before, room.sums);
         }
     }
 };
@@ -373,7 +426,7 @@ template <typename T>
 struct Scattered {
     const Layer<T>& layer;
     const Share& share;
-    int g;
+    int chunks, g;
 
     // Of a row of x; rows past the last are 0.
     __device__ __forceinline__ uint4 load_x(int row, int chunk) const {
@@ -394,17 +447,16 @@ struct Scattered {
             }
             moments = merged(moments, moments_of<T, false>(packs, counts));
         }
-        store_moments(moments, share, room);
+        store_moments(layer, chunks, moments, room);
         __syncthreads();
-        return merge_warps(layer, share, room);
+        return merge_warps(layer, chunks, room);
     }
 
     // The warp's sums of rows of x with one group of the weights, of which the lane has a row.
-    template <int COUNT>
     __device__ __forceinline__ void multiply_group(int row, int weight_row, const Norm& norm, float* to) const {
-        float sums[COUNT][4] = {};
+        Sums sums = {};
 #pragma unroll 1
-        for (int chunk = 0; chunk < share.chunks; ++chunk) {
+        for (int chunk = 0; chunk < chunks; ++chunk) {
             const int column = share.column + chunk * CHUNK<T>, count = elements<T>(share, chunk, layer.k);
             uint4 pack = load_x(row, chunk);
             if (layer.gamma != nullptr) {
@@ -420,13 +472,14 @@ struct Scattered {
 
 template <typename T>
 __device__ __noinline__ void thin_linear_scattered(Layer<T> layer, int groups, float* sums, float2* moments) {
-    const Share share = share_of<T>(layer.k);
-    const Scattered<T> product = {layer, share, static_cast<int>(threadIdx.x) % WARP / LANES};
-    Epilogue<T> epilogue(layer, groups);
+    const int thread = threadIdx.x, chunks = chunks_of<T>(layer.k);
+    const Share share = share_of<T>(layer.k, chunks, thread);
+    const Scattered<T> product = {layer, share, chunks, thread % WARP / LANES};
+    const float bias = load_bias(layer, groups);
     wait_for_previous();
 #pragma unroll 1
     for (int tile = 0; tile < layer.rows; tile += TILE) {
-        epilogue.load_before(layer, tile);
+        const float before = load_before(layer, groups, tile);
         Norm norm = {0.0f, 0.0f};
         if (layer.gamma != nullptr) {
             norm = product.find_norm(tile + product.g, moments);
@@ -435,15 +488,10 @@ __device__ __noinline__ void thin_linear_scattered(Layer<T> layer, int groups, f
 #pragma unroll 1
         for (int group = 0; group < groups; ++group) {
             const int weight_row = (blockIdx.x * groups + group) * GROUP + product.g;
-            float* to = sums + (threadIdx.x / WARP * groups + group) * PITCH;
-            if (groups <= 2) {
-                product.template multiply_group<2>(tile + product.g, weight_row, norm, to);
-            } else {
-                product.template multiply_group<1>(tile + product.g, weight_row, norm, to);
-            }
+            product.multiply_group(tile + product.g, weight_row, norm, sums + (threadIdx.x / WARP * groups + group) * PITCH);
         }
         __syncthreads();
-        epilogue.finish(layer, tile, groups, sums);
+        finish(layer, groups, tile, bias, before, sums);
     }
 }
 
@@ -451,16 +499,15 @@ template <typename T, int GROUPS, int CHUNKS, int WINDOW, bool STREAMED>
 __device__ __forceinline__ void thin_linear(const Layer<T>& layer) {
     extern __shared__ uint4 memory[];
     let_next_begin();
-    const int warps = blockDim.x / WARP;
-    const Share share = share_of<T>(layer.k);
+    const int warps = blockDim.x / WARP, chunks = chunks_of<T>(layer.k);
     Room room;
     room.sums = reinterpret_cast<float*>(memory);
     room.moments = reinterpret_cast<float2*>(room.sums + warps * (GROUPS * PITCH));
     room.staged = reinterpret_cast<uint4*>(room.moments + warps * TILE);
     const bool whole = layer.k % PACK<T> == 0 && rows_aligned16(layer.x, layer.x_stride) && aligned16(layer.weight);
     const bool staged = aligned16(layer.gamma) && aligned16(layer.beta) && layer.k <= MOST_STAGED;
-    if (whole && (layer.gamma == nullptr || staged) && (STREAMED || share.chunks <= CHUNKS)) {
-        Whole<T, GROUPS, CHUNKS, WINDOW, STREAMED>(layer, share, room).run();
+    if (whole && (layer.gamma == nullptr || staged) && (STREAMED || chunks <= CHUNKS)) {
+        Whole<T, GROUPS, CHUNKS, WINDOW, STREAMED>(layer, room, chunks).run();
     } else {
         thin_linear_scattered(layer, GROUPS, room.sums, room.moments);
     }
@@ -474,14 +521,14 @@ __device__ __forceinline__ void thin_linear(const Layer<T>& layer) {
                                                           x_stride, out_stride, eps, activation,               \
                                                           residual != 0});                                     \
     }
-ENTRY(f16, f16, 2, 8, 4, true)
+ENTRY(f16, f16, 2, 8, 2, true)
 ENTRY(f16, f16_1x4, 1, 4, 4, false)
 ENTRY(f16, f16_2x4, 2, 4, 4, false)
 ENTRY(f16, f16_3x4, 3, 4, 4, false)
 ENTRY(f16, f16_4x4, 4, 4, 4, false)
 ENTRY(f16, f16_1x8, 1, 8, 4, false)
 ENTRY(f16, f16_1x16, 1, 16, 4, false)
-ENTRY(bf16, bf16, 2, 8, 4, true)
+ENTRY(bf16, bf16, 2, 8, 2, true)
 ENTRY(bf16, bf16_1x4, 1, 4, 4, false)
 ENTRY(bf16, bf16_2x4, 2, 4, 4, false)
 ENTRY(bf16, bf16_3x4, 3, 4, 4, false)
