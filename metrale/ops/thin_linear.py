@@ -223,9 +223,9 @@ CASES: Final = (
     {"rows": 17, "n": 24, "k": 1024, "norm": True, "std": 30.0},
     {"rows": 33, "n": 40, "k": 200, "norm": True, "bias": False, "x_pad": 8},
     {"rows": 18, "n": 20, "k": 333, "norm": True, "x_pad": 3},  # element by element
-    {"rows": 3, "n": 3001, "k": 1000, "norm": True, "activation": "relu"},  # three and four groups a block
-    {"rows": 17, "n": 4096, "k": 512, "residual": True},
-    {"rows": 9, "n": 1500, "k": 768},
+    {"rows": 3, "n": 2501, "k": 1000, "norm": True, "activation": "relu"},  # three groups a block
+    {"rows": 17, "n": 4096, "k": 512, "residual": True},  # four
+    {"rows": 9, "n": 1500, "k": 768},  # two
     {"rows": 8, "n": 56, "k": 2048, "norm": True},  # a warp's columns in two windows
     {"rows": 20, "n": 56, "k": 2040, "norm": True},
     {"rows": 20, "n": 24, "k": 4096},
