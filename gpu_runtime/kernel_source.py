@@ -291,9 +291,9 @@ def _dtype(words: list[str]) -> str:
 def check_spec(spec: OpSpec, text: str) -> None:
     """Hold a kernel source against an op's spec.
 
-    Every element type of the spec has its entry point, in every variant, and there is no other one; parameters have the spec's names in
-    the spec's order; inputs are pointers to const and outputs are not; element and scalar types are the spec's; and
-    no parameter that may share memory with another is ``__restrict__``.
+    Every element type of the spec has its entry point, in every variant, and there is no other one; parameters have
+    the spec's names in the spec's order; inputs are pointers to const and outputs are not; element and scalar types
+    are the spec's; and no parameter that may share memory with another is ``__restrict__``.
 
     Raises
     ------

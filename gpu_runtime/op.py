@@ -392,9 +392,7 @@ class OpRegistry:
             raise UnknownKernel(f"kernel: no module {module!r}; registered: {known}")
         if op.spec.library:
             raise UnknownKernel(f"kernel: {module!r} is a call of the backend's gemm, and has no kernels")
-        raise UnknownKernel(
-            f"kernel: module {module!r} has no entry {entry!r}; it has {', '.join(op.spec.entries())}"
-        )
+        raise UnknownKernel(f"kernel: module {module!r} has no entry {entry!r}; it has {', '.join(op.spec.entries())}")
 
 
 REGISTRY: Final = OpRegistry()

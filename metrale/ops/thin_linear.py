@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """A dense layer for few rows, with the LayerNorm ahead of it: ``out = activation(n(x) @ weight^T + bias)``.
 
-``n(x)`` is ``x``, or ``LayerNorm(x)`` rounded to the element type: what `layer_norm` followed by `linear` computes, up to
-the order of sums. Or ``out += n(x) @ weight^T + bias``. With few rows, as in decoding, reading the weights is what takes
-the time; the kernel begins to read them before the kernel ahead of it has ended.
+``n(x)`` is ``x``, or ``LayerNorm(x)`` rounded to the element type: what `layer_norm` followed by `linear` computes, up
+to the order of sums. Or ``out += n(x) @ weight^T + bias``. With few rows, as in decoding, reading the weights is what
+takes the time; the kernel begins to read them before the kernel ahead of it has ended.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ SPEC: Final = OpSpec(
         scalar("activation", "i32"),
         scalar("residual", "i32"),
     ),
-    # One rounding; and where LayerNorm's result lies between two elements, an error in its last bit may choose the other.
+    # One rounding; and where LayerNorm's result lies between two elements, its last bit may choose the other one.
     tolerance=Tolerance(f32=2e-6, f16=1.5 * 2**-11, bf16=1.5 * 2**-8),
     dtypes=("f16", "bf16"),
     variants=tuple(VARIANTS)[1:],
@@ -92,7 +92,8 @@ SPEC: Final = OpSpec(
 
 def chunks_of(k: int, warps: int) -> int:
     """Return how many chunks of k each warp of a block has."""
-    return -(-(-(-k // _CHUNK)) // warps)
+    chunks = -(-k // _CHUNK)
+    return -(-chunks // warps)
 
 
 def shared_bytes(variant: Variant, warps: int, k: int) -> int:
@@ -263,12 +264,12 @@ def thin_linear(
     """Enqueue a dense layer of at most `MOST_ROWS` rows from ``k`` to ``n`` features.
 
     ``x`` is ``[rows, k]`` and ``out`` is ``[rows, n]``, rows ``x_stride`` and ``out_stride`` elements apart (None:
-    contiguous); ``weight`` is ``[n, k]``; ``bias`` is ``[n]``, or NULL for none; all of ``dtype``, which is f16 or bf16.
-    With ``gamma`` and ``beta``, both ``[k]``, it is ``LayerNorm(x)`` that is multiplied. With ``residual`` the result is
-    added to what ``out`` holds, and no activation may be named.
+    contiguous); ``weight`` is ``[n, k]``; ``bias`` is ``[n]``, or NULL for none; all of ``dtype``, which is f16 or
+    bf16. With ``gamma`` and ``beta``, both ``[k]``, it is ``LayerNorm(x)`` that is multiplied. With ``residual`` the
+    result is added to what ``out`` holds, and no activation may be named.
 
-    The kernel may start before the one ahead of it on the stream has ended. That one must not write ``gamma``, ``beta``,
-    ``weight`` or ``bias``.
+    The kernel may start before the ones ahead of it on the stream have ended. No kernel that may still run then may
+    write ``gamma``, ``beta``, ``weight`` or ``bias``.
 
     Raises
     ------

@@ -365,7 +365,7 @@ OP_MUTANTS: list[Mutant] = [
         ("np.empty((rows, k), dtype=x.dtype)", "np.empty((rows, k), dtype=np.float32)"),
         ("gemm_reference(x, weight, out, bias", "gemm_reference(x, weight, out, None"),
         ("gemm_reference(x, weight", "gemm_reference(x, -weight"),
-        ("gemm_reference(x, weight, out, bias, activation", "gemm_reference(x[:-1], weight, out[:-1], bias, activation"),
+        ("gemm_reference(x, weight, out, bias", "gemm_reference(x[:-1], weight, out[:-1], bias"),
         ("activation=ACTIVATION_NAMES[activation],", 'activation="none",'),
         ("accumulate=bool(residual)", "accumulate=not residual"),
     ),

@@ -23,8 +23,7 @@ from tests.ops.test_conformance import close
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-DECODER: Final = [(3 * d, d) for d in (1024, 2048)] + [(d, d) for d in (1024, 2048)]
-DECODER += [(4 * d, d) for d in (1024, 2048)] + [(d, 4 * d) for d in (1024, 2048)]
+DECODER: Final = [(n * d, k * d) for d in (1024, 2048) for n, k in ((3, 1), (1, 1), (4, 1), (1, 4))]
 """n and k of the layers of NLLB's decoders."""
 
 
@@ -58,7 +57,7 @@ def test_it_is_layer_norm_followed_by_linear(gpu: GpuBackend, dtype: str, activa
 
 def refused(gpu: GpuBackend, message: str, **options: Any) -> None:
     with pytest.raises(ValueError, match=f"thin_linear: {message}"):
-        thin_linear(gpu, 64, 64, 64, 64, **{"rows": 1, "n": 8, "k": 8, "dtype": "f16"} | options)
+        thin_linear(gpu, 64, 64, 64, 64, **{"rows": 1, "n": 8, "k": 8, "dtype": "f16", **options})
 
 
 def test_what_is_refused(gpu: GpuBackend) -> None:
