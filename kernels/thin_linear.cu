@@ -17,9 +17,9 @@
 // For few rows, up to 64 or so: the weights are read once and are the limit. The warps of a block split k, and a lane
 // loads what it multiplies straight into registers: of one row in each of GROUPS groups of 8 rows of the weights, before
 // the wait for the kernel ahead, and of one row of x, in the same columns. Which columns the tensor cores take together
-// does not matter as long as both operands agree, so that a lane's share of 32 columns is 8 neighbouring ones, one load of
-// 16 bytes, and lies in registers as the tensor cores want it. Of x they take 16 rows: 8 rows are given in one half of their
-// columns as the first 8, and in the other as the last 8. The warps' sums are added in shared memory, in order.
+// does not matter as long as both operands agree, so that a lane's share of 32 columns is 8 neighbouring ones, one load
+// of 16 bytes, and lies in registers as the tensor cores want it. Of x they take 16 rows: 8 rows are given in one half
+// of their columns as the first 8, and in the other as the last 8. The warps' sums are added in shared memory, in order.
 
 #include "common/activation.cuh"
 #include "common/attention.cuh"
@@ -35,8 +35,8 @@ constexpr int MOST_STAGED = 8192;  // columns whose gamma and beta fit into shar
 
 constexpr int PITCH = TILE * GROUP + GROUP;  // floats from group to group among a warp's sums: no bank conflicts
 
-// threadIdx.x, of which the compiler does not know that it has been read before. What is used once a tile is found from it
-// anew, so as not to take registers in between.
+// threadIdx.x, of which the compiler does not know that it has been read before. What is used once a tile is found from
+// it anew, so as not to take registers in between.
 __device__ __forceinline__ int thread_again() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -205,10 +205,10 @@ __device__ __forceinline__ Norm merge_warps(const Layer<T>& layer, int chunks, c
 // the weights of the next ones then replace those that have been used.
 template <typename T, int GROUPS, int CHUNKS, int WINDOW, bool STREAMED>
 struct Whole {
-    static constexpr int STAGED = CHUNKS < 8 ? 1 : 2;                   // packs of gamma and beta a lane stages at a time
-    static constexpr int STAGED_CHUNKS = STAGED * WARP / (2 * LANES);  // those of so many chunks
-    static constexpr int PASS = GROUPS < 2 ? 1 : 2;                     // groups whose sums are in registers together
-    static constexpr bool EARLY = GROUPS <= 2 && !STREAMED;            // there is a register for what `out` holds
+    static constexpr int STAGED = CHUNKS < 8 ? 1 : 2;  // packs of gamma and beta that a lane stages at a time,
+    static constexpr int STAGED_CHUNKS = STAGED * WARP / (2 * LANES);  // which are those of so many chunks
+    static constexpr int PASS = GROUPS < 2 ? 1 : 2;  // groups whose sums are in registers together
+    static constexpr bool EARLY = GROUPS <= 2 && !STREAMED;  // there is a register for what `out` holds
     static_assert(GROUPS == PASS || (WINDOW == CHUNKS && !STREAMED), "x stays in registers for the next groups");
 
     const Layer<T>& layer;
@@ -234,7 +234,8 @@ struct Whole {
         }
         const int thread = thread_again(), row = tile + thread % WARP / LANES;
         const Share share = share_of<T>(layer.k, chunks, thread);
-        return {layer.x + row * layer.x_stride + share.column + chunk * CHUNK<T>, row < layer.rows ? share.there - chunk : 0};
+        return {layer.x + row * layer.x_stride + share.column + chunk * CHUNK<T>,
+                row < layer.rows ? share.there - chunk : 0};
     }
 
     // Of a group of the weights.
@@ -328,10 +329,10 @@ struct Whole {
         }
     }
 
-    // Adds chunks of the batch at `batch` to the sums of PASS groups from `group` on. `more`: other weights take the place
-    // of those that have been used.
-    __device__ __forceinline__ void multiply_batch(int tile, int batch, int group, bool more, bool normed, const Norm& norm,
-                                                   Sums (&sums)[PASS]) {
+    // Adds chunks of the batch at `batch` to the sums of PASS groups from `group` on. `more`: other weights take the
+    // place of those that have been used.
+    __device__ __forceinline__ void multiply_batch(int tile, int batch, int group, bool more, bool normed,
+                                                   const Norm& norm, Sums (&sums)[PASS]) {
 #pragma unroll
         for (int first = 0; first < CHUNKS; first += WINDOW) {
             if (normed && group == 0) {
@@ -420,8 +421,8 @@ struct Whole {
     }
 };
 
-// Products element by element, for what lies anywhere: the same sums in the same order. One group of the weights after the
-// other, so that one function serves all kernels.
+// Products element by element, for what lies anywhere: the same sums in the same order. One group of the weights after
+// the other, so that one function serves all kernels.
 template <typename T>
 struct Scattered {
     const Layer<T>& layer;
@@ -488,7 +489,8 @@ __device__ __noinline__ void thin_linear_scattered(Layer<T> layer, int groups, f
 #pragma unroll 1
         for (int group = 0; group < groups; ++group) {
             const int weight_row = (blockIdx.x * groups + group) * GROUP + product.g;
-            product.multiply_group(tile + product.g, weight_row, norm, sums + (threadIdx.x / WARP * groups + group) * PITCH);
+            float* to = sums + (threadIdx.x / WARP * groups + group) * PITCH;
+            product.multiply_group(tile + product.g, weight_row, norm, to);
         }
         __syncthreads();
         finish(layer, groups, tile, bias, before, sums);

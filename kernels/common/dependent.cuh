@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Kernels that may begin before the kernel ahead of them has ended (programmatic dependent launch, compute capability 9.0
-// and later), and the loads on either side of the wait.
+// Kernels that may begin before the kernel ahead of them has ended (programmatic dependent launch, compute capability
+// 9.0 and later), and the loads on either side of the wait.
 //
 // Until `wait_for_previous` a kernel reads only what no kernel writes, such as weights, and writes nothing. Every block
 // calls it. Launched in the usual way, a kernel does not notice these calls.

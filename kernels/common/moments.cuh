@@ -14,7 +14,8 @@ struct Moments {
     float count, mean, squares;
 };
 
-// 1 / count, within a unit in the last place; a true division takes a call, and with it registers from what surrounds it.
+// 1 / count, within a unit in the last place. A true division takes a call, and with it registers from what surrounds
+// it.
 __device__ __forceinline__ float reciprocal(float count) {
     float result;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(count));
@@ -47,7 +48,8 @@ __device__ __forceinline__ Moments moments_of(const uint4 (&packs)[PACKS], const
         for (int i = 0; i < PACK<T>; ++i) {
             within += values[i];
         }
-        means[p] = within * (WHOLE || counts[p] == PACK<T> ? 1.0f / PACK<T> : reciprocal(static_cast<float>(max(counts[p], 1))));
+        const bool all = WHOLE || counts[p] == PACK<T>;
+        means[p] = within * (all ? 1.0f / PACK<T> : reciprocal(static_cast<float>(max(counts[p], 1))));
 #pragma unroll
         for (int i = 0; i < PACK<T>; ++i) {
             const float apart = values[i] - means[p];
@@ -57,13 +59,13 @@ __device__ __forceinline__ Moments moments_of(const uint4 (&packs)[PACKS], const
         count += static_cast<float>(counts[p]);
         sum += within;
     }
-    Moments all = {count, sum * reciprocal(count), 0.0f};
+    Moments found = {count, sum * reciprocal(count), 0.0f};
 #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
-        const float apart = means[p] - all.mean;
-        all.squares += squares[p] + static_cast<float>(counts[p]) * (apart * apart);
+        const float apart = means[p] - found.mean;
+        found.squares += squares[p] + static_cast<float>(counts[p]) * (apart * apart);
     }
-    return all;
+    return found;
 }
 
 // The moments of the lanes that hold a row together, an aligned group of `lanes`, in all of them. `count`: how many

@@ -231,8 +231,9 @@ CASES: Final = (
     {"rows": 20, "n": 56, "k": 2040, "norm": True},
     {"rows": 20, "n": 24, "k": 4096},
     {"rows": 7, "n": 24, "k": 4096, "norm": True},
-    {"rows": 6, "n": 40, "k": 8192, "norm": True},  # weights in several batches
+    {"rows": 6, "n": 40, "k": 8192, "norm": True},
     {"rows": 35, "n": 24, "k": 8000, "norm": True, "residual": True},
+    {"rows": 10, "n": 24, "k": 9000, "residual": True},  # weights in several batches
     {"rows": 2, "n": 16, "k": 9000, "norm": True},  # more columns than the kernel keeps gamma and beta of
 )
 

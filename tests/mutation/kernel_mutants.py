@@ -30,8 +30,8 @@ KERNEL_MUTANTS: Final[dict[str, Changes]] = {
     ),
     "thin_linear": (
         (
-            "layer.x + row * layer.x_stride + share.column + chunk * CHUNK<T>, row < layer.rows ?",
-            "layer.x + row * static_cast<long long>(layer.k) + share.column + chunk * CHUNK<T>, row < layer.rows ?",
+            "layer.x + row * layer.x_stride + share.column + chunk * CHUNK<T>,\n",
+            "layer.x + row * static_cast<long long>(layer.k) + share.column + chunk * CHUNK<T>,\n",
         ),
         ("(tile + row) * layer.out_stride", "(tile + row) * static_cast<long long>(layer.n)"),
         (
