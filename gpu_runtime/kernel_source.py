@@ -291,9 +291,9 @@ def _dtype(words: list[str]) -> str:
 def check_spec(spec: OpSpec, text: str) -> None:
     """Hold a kernel source against an op's spec.
 
-    Every element type of the spec has its entry point and there is no other one; parameters have the spec's names in
-    the spec's order; inputs are pointers to const and outputs are not; element and scalar types are the spec's; and
-    no parameter that may share memory with another is ``__restrict__``.
+    Every element type of the spec has its entry point, in every variant, and there is no other one; parameters have
+    the spec's names in the spec's order; inputs are pointers to const and outputs are not; element and scalar types
+    are the spec's; and no parameter that may share memory with another is ``__restrict__``.
 
     Raises
     ------
@@ -303,7 +303,7 @@ def check_spec(spec: OpSpec, text: str) -> None:
     if spec.library:
         raise ValueError(f"{spec.name}: a library op has no kernel source")
     found = entries(text)
-    wanted = {spec.entry(dtype): dtype for dtype in spec.dtypes}
+    wanted = spec.entries()
     wrong = [f"{name}: no such entry point in the source" for name in wanted if name not in found]
     wrong += [f"{name}: an entry point for none of {', '.join(spec.dtypes)}" for name in found if name not in wanted]
     for name, dtype in wanted.items():

@@ -136,12 +136,16 @@ EXACT: Final = Tolerance(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Geometry of one launch: entry point, grid and block (x, y, z), and dynamic shared memory in bytes."""
+    """Geometry of one launch: entry point, grid and block (x, y, z), and dynamic shared memory in bytes.
+
+    With ``programmatic`` the kernel may start before the one ahead of it ends: it waits by ``griddepcontrol``.
+    """
 
     entry: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int = 0
+    programmatic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +169,8 @@ class OpSpec:
         Whether the op follows addresses that it finds in device memory; its reference then takes ``memory``.
     library : bool
         Whether the op is a call of the backend's `gemm`, so that no kernel source belongs to it.
+    variants : tuple of str
+        Endings of further entry points for each element type, which compute the same in other ways; a plan chooses.
     """
 
     name: str
@@ -175,6 +181,7 @@ class OpSpec:
     aliases: tuple[tuple[str, str], ...] = ()
     indirect: bool = False
     library: bool = False
+    variants: tuple[str, ...] = ()
     _integers: tuple[tuple[int, str], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -187,8 +194,8 @@ class OpSpec:
                     f"{self.name}: {arg.name}: reads_when: expected an integer scalar, got {arg.reads_when!r}"
                 )
 
-    def entry(self, dtype: str) -> str:
-        """Return the entry point's name for an element type.
+    def entry(self, dtype: str, variant: str = "") -> str:
+        """Return the entry point's name for an element type, or that of a variant of it.
 
         Raises
         ------
@@ -197,7 +204,13 @@ class OpSpec:
         """
         if dtype not in self.dtypes:
             raise UnknownKernel(f"{self.name}: expected a dtype of {', '.join(self.dtypes)}, got {dtype!r}")
-        return f"{self.name}_{dtype}"
+        if variant and variant not in self.variants:
+            raise UnknownKernel(f"{self.name}: expected a variant of {', '.join(self.variants)}, got {variant!r}")
+        return "_".join((self.name, dtype, variant) if variant else (self.name, dtype))
+
+    def entries(self) -> dict[str, str]:
+        """Return every entry point's name with its element type."""
+        return {self.entry(dtype, variant): dtype for dtype in self.dtypes for variant in ("", *self.variants)}
 
     def integers(self, values: Sequence[Any]) -> list[Any]:
         """Return the values of the integer scalar parameters, as they are. TypeError when the count is wrong."""
@@ -308,7 +321,10 @@ class Op:
             return
         plan = _planned(self, dtype, gpu.limits(), *self.spec.integers(values))
         handle = gpu.kernel(self.spec.name, plan.entry)
-        gpu.launch(handle, plan.grid, plan.block, plan.shared_bytes, stream, values)
+        if plan.programmatic:
+            gpu.launch(handle, plan.grid, plan.block, plan.shared_bytes, stream, values, programmatic=True)
+        else:
+            gpu.launch(handle, plan.grid, plan.block, plan.shared_bytes, stream, values)
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -338,15 +354,15 @@ class OpRegistry:
             raise ValueError(f"op: {op.spec.name!r} is registered already")
         self._ops[op.spec.name] = op
         if not op.spec.library:
-            for dtype in op.spec.dtypes:
-                self._entries[op.spec.name, op.spec.entry(dtype)] = op, dtype
+            for entry, dtype in op.spec.entries().items():
+                self._entries[op.spec.name, entry] = op, dtype
         return op
 
     def unregister(self, name: str) -> None:
         """Remove an op."""
         op = self._ops.pop(name)
-        for dtype in op.spec.dtypes:
-            self._entries.pop((name, op.spec.entry(dtype)), None)
+        for entry in op.spec.entries():
+            self._entries.pop((name, entry), None)
 
     def __iter__(self) -> Iterator[Op]:
         return iter(tuple(self._ops.values()))
@@ -376,9 +392,7 @@ class OpRegistry:
             raise UnknownKernel(f"kernel: no module {module!r}; registered: {known}")
         if op.spec.library:
             raise UnknownKernel(f"kernel: {module!r} is a call of the backend's gemm, and has no kernels")
-        raise UnknownKernel(
-            f"kernel: module {module!r} has no entry {entry!r}; it has {', '.join(map(op.spec.entry, op.spec.dtypes))}"
-        )
+        raise UnknownKernel(f"kernel: module {module!r} has no entry {entry!r}; it has {', '.join(op.spec.entries())}")
 
 
 REGISTRY: Final = OpRegistry()

@@ -36,7 +36,7 @@ class Rates:
 
 H200: Final = Rates(READ_BYTES_PER_S, FLOP_PER_S)
 
-WEIGHTS: Final = frozenset({"weight", "bias", "table", "position_table"})
+WEIGHTS: Final = frozenset({"weight", "bias", "gamma", "beta", "table", "position_table"})
 """Parameters that hold weights, in every op; all others are activations."""
 
 GATHERED: Final = {("embed", "table"), ("embed", "position_table"), ("row_gather", "src")}
@@ -114,11 +114,12 @@ class Call:
     def label(self) -> str:
         """What kind of work this is: launches of the same kind and sizes differ only in their addresses."""
         name, dims = self.spec.name, self.dims
-        if name == "linear":
+        if name in ("linear", "thin_linear"):
             from metrale.ops.linear import ACTIVATION_NAMES
 
             after = "" if not dims["activation"] else f" {ACTIVATION_NAMES[dims['activation']]}"
-            return f"linear {dims['n']}x{dims['k']}{after}{' +=' if dims['residual'] else ''}"
+            normed = " normed" if name == "thin_linear" and self.value("gamma") else ""
+            return f"{name} {dims['n']}x{dims['k']}{normed}{after}{' +=' if dims['residual'] else ''}"
         if name == "decode_attention":
             fused = dims["q_stride"] > dims["heads"] * dims["head_dim"]  # q lies between its keys and values
             beams = ", beams" if self.value("ancestry") else ""
@@ -235,6 +236,7 @@ def _lora_up(call: Call, dims: Mapping[str, int]) -> Cost:
 
 RULES: Final = {
     "linear": _linear,
+    "thin_linear": _linear,
     "decode_attention": _decode_attention,
     "attention_weights": _attention_weights,
     "packed_attention": _packed_attention,

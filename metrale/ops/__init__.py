@@ -15,6 +15,7 @@ from metrale.ops.lora_up import lora_up
 from metrale.ops.packed_attention import packed_attention
 from metrale.ops.row_gather import row_gather
 from metrale.ops.sample import sample
+from metrale.ops.thin_linear import thin_linear
 from metrale.ops.top_k import top_k
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "packed_attention",
     "row_gather",
     "sample",
+    "thin_linear",
     "top_k",
 ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -307,6 +309,28 @@ def test_registry() -> None:
         ops.find("toy", "toy_f32")
     with pytest.raises(UnknownKernel, match="expected a dtype of"):
         op.spec.entry("f64")
+
+
+def test_a_plan_chooses_among_variants_and_may_start_early(device: Device) -> None:
+    """The toy has one entry point for each type, so its variants are only found, and never launched."""
+    ops = OpRegistry()
+    op = ops.register(replace(toy.OP, spec=replace(toy.SPEC, variants=("wide",))))
+    assert ops.find("toy", "toy_f16_wide") == (op, "f16")
+    assert op.spec.entry("bf16", "wide") == "toy_bf16_wide"
+    with pytest.raises(UnknownKernel, match="toy: expected a variant of wide, got 'narrow'"):
+        op.spec.entry("bf16", "narrow")
+    ops.unregister("toy")
+    with pytest.raises(UnknownKernel):
+        ops.find("toy", "toy_f16_wide")
+    early = ops.register(replace(toy.OP, plan=lambda *sizes: replace(toy.plan(*sizes), programmatic=True)))
+    with device.open(ops=ops) as gpu, patch.object(gpu, "launch", wraps=gpu.launch) as launched:
+        x = gpu.alloc(16 * 4)
+        gpu.memset(x, 0, 16 * 4)
+        early.launch(gpu, "f32", (x, 0, x, 1, 16, 16, 16, 2.0))
+        gpu.synchronize()
+        toy.OP.launch(gpu, "f32", (x, 0, x, 1, 16, 16, 16, 2.0))
+        assert [call.kwargs.get("programmatic", False) for call in launched.call_args_list] == [True, False]
+        gpu.free(x)
 
 
 def test_the_process_registry_is_the_default(device: Device) -> None:

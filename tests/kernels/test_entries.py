@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpu_runtime.kernel_source import Parameter, check_spec, entries
@@ -219,6 +221,21 @@ def test_every_disagreement_is_listed() -> None:
         "mix_bf16: expected 'const bf16* x', got 'bf16* x'",
         "mix_bf16: expected 'float eps', got 'double eps'",
     ]
+
+
+def test_variants_are_entry_points_of_their_own() -> None:
+    spec = replace(SPEC, variants=("wide",))
+    names = [f"{dtype}{ending}" for dtype in ("f32", "f16", "bf16") for ending in ("", "_wide")]
+    assert list(spec.entries()) == [f"mix_{name}" for name in names]
+    assert spec.entries()["mix_bf16_wide"] == "bf16"
+    more = "ENTRY(float, f32_wide)\nENTRY(f16, f16_wide)\n"
+    with pytest.raises(ValueError, match="mix_bf16_wide: no such entry point"):
+        check_spec(spec, SOURCE + more)
+    check_spec(spec, SOURCE + more + "ENTRY(bf16, bf16_wide)\n")
+    with pytest.raises(ValueError, match="mix_bf16_wide: expected 'const bf16"):
+        check_spec(spec, SOURCE + more + "ENTRY(f16, bf16_wide)\n")
+    with pytest.raises(ValueError, match="mix_f32_wide: an entry point for none of"):
+        check_spec(SPEC, SOURCE + more)
 
 
 def test_a_library_op_has_no_source() -> None:

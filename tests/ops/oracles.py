@@ -295,6 +295,13 @@ def linear(v: Values) -> dict[str, Array]:
     return {"out": out}
 
 
+def thin_linear(v: Values) -> dict[str, Array]:
+    x = v["x"][:, : v["k"]]
+    if v["gamma"] is not None:
+        x = layer_norm({"x": x, "weight": v["gamma"], "bias": v["beta"], "eps": v["eps"]})["out"].astype(x.dtype)
+    return linear({**v, "x": x})
+
+
 def lora_down(v: Values) -> dict[str, Array]:
     a = _f64(v["a"]).reshape(v["adapter_count"], v["segments"], v["room"], v["k"])
     t = np.zeros((v["rows"], v["segments"], v["room"]))
@@ -335,6 +342,7 @@ ORACLES: dict[str, Callable[[Values], dict[str, Array]]] = {
         beam_candidates,
         beam_select,
         linear,
+        thin_linear,
         lora_down,
         lora_up,
     )

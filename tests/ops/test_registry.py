@@ -58,6 +58,6 @@ def test_inputs_and_plan(op: Op, dtype: str, case: dict[str, Any]) -> None:
         return
     dims = op.spec.dims(list(inputs.values()))
     plan = op.plan(dims, dtype, MINIMUM)
-    assert plan.entry == f"{op.spec.name}_{dtype}"
+    assert op.spec.entries()[plan.entry] == dtype
     assert check_geometry(plan.grid, plan.block, plan.shared_bytes, MINIMUM) == (plan.grid, plan.block)
     assert plan == op.plan(dims, dtype, MINIMUM)

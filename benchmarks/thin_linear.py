@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The dense layers of a decode step by `thin_linear`, in every plan, beside layer_norm and the library's product.
+
+    python -m benchmarks.thin_linear --out thin_linear.json
+
+runs where a GPU is. Each plan's results are first compared with the op's reference, and a row's bits in batches of
+different sizes with each other. Then launches with weights that are a different copy each time, more of them than the
+L2 holds, run as one graph: once launched in the usual way, once such that each may begin before the one ahead of it
+has ended. The exit status is 1 when a result was wrong; `problems` says which.
+
+`--device host` goes through all of it with small layers; its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from gpu_runtime import GpuBackend, LaunchPlan, dtypes
+from metrale.bench.machine import describe
+from metrale.bench.timing import Clock, open_device, random_buffer
+from metrale.ops.layer_norm import OP as LAYER_NORM
+from metrale.ops.linear import ACTIVATION_NAMES
+from metrale.ops.linear import OP as LINEAR
+from metrale.ops.thin_linear import OP, plan, plans
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+WEIGHT_BYTES: Final = {"cuda": 160 << 20, "host": 1 << 16}
+"""Of the copies of a layer's weights together: more than twice the L2 of an H200."""
+
+LEAST_COPIES: Final = 4
+ROWS: Final = (1, 4, 8, 16, 32, 64)
+WIDTHS: Final = {"cuda": (1024, 2048), "host": (64,)}
+EPS: Final = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A dense layer of a decoder of one width, as a step runs it."""
+
+    name: str
+    n: int
+    k: int
+    norm: bool = False
+    activation: str = "none"
+    residual: bool = False
+
+
+def layers(width: int) -> tuple[Layer, ...]:
+    """Return the layers of a decoder whose inner width is four times its width."""
+    return (
+        Layer("q, k, v", 3 * width, width, norm=True),
+        Layer("out", width, width, residual=True),
+        Layer("cross q", width, width, norm=True),
+        Layer("fc1", 4 * width, width, norm=True, activation="relu"),
+        Layer("fc2", width, 4 * width, residual=True),
+    )
+
+
+class Bench:
+    """One layer's memory on the device: weights in several copies, and x, out and the like for the most rows."""
+
+    def __init__(self, gpu: GpuBackend, layer: Layer, dtype: str, undo: ExitStack) -> None:
+        self.gpu, self.layer, self.dtype = gpu, layer, dtype
+        self.item = dtypes.itemsize(dtype)
+        self.weight_bytes = layer.n * layer.k * self.item
+        self.copies = max(LEAST_COPIES, -(-WEIGHT_BYTES[gpu.kind()] // self.weight_bytes))
+        most = max(ROWS)
+
+        def buffer(count: int, deviation: float) -> int:
+            ptr = random_buffer(gpu, count * self.item, dtype, deviation)
+            undo.callback(gpu.free, ptr)
+            return int(ptr)
+
+        self.weight = buffer(self.copies * layer.n * layer.k, layer.k**-0.5)
+        self.x, self.h, self.out = (buffer(most * size, 1.0) for size in (layer.k, layer.k, layer.n))
+        self.bias, self.gamma, self.beta = (buffer(size, 0.3) for size in (layer.n, layer.k, layer.k))
+        self.workspace_bytes = gpu.limits().gemm_workspace_bytes
+        self.workspace = 0
+        if self.workspace_bytes:
+            space = gpu.alloc(self.workspace_bytes, tag="benchmark")
+            undo.callback(gpu.free, space)
+            self.workspace = int(space)
+
+    def _options(self) -> tuple[int, int]:
+        return ACTIVATION_NAMES.index(self.layer.activation), int(self.layer.residual)
+
+    def values(self, rows: int, copy: int) -> tuple[Any, ...]:
+        """Return the op's arguments."""
+        layer = self.layer
+        norm = (self.gamma, self.beta) if layer.norm else (0, 0)
+        return (
+            *(self.x, *norm, self.weight + copy * self.weight_bytes, self.bias, self.out),
+            *(rows, layer.n, layer.k, layer.k, layer.n, EPS, *self._options()),
+        )
+
+    def thin(self, rows: int, how: LaunchPlan, programmatic: bool) -> Callable[[int], None]:
+        """Return what enqueues the layer once with each copy of the weights."""
+        handle = self.gpu.kernel(OP.spec.name, how.entry)
+        calls = [self.values(rows, copy) for copy in range(self.copies)]
+
+        def enqueue(stream: int) -> None:
+            for values in calls:
+                self.gpu.launch(
+                    handle, how.grid, how.block, how.shared_bytes, stream, values, programmatic=programmatic
+                )
+
+        return enqueue
+
+    def library(self, rows: int, norm: bool) -> Callable[[int], None]:
+        """Return the same by the library's product, with the LayerNorm ahead of it or without."""
+        layer = self.layer
+        normed = (self.x, self.gamma, self.beta, self.h, rows, layer.k, EPS)
+        sizes = (rows, layer.n, layer.k, layer.k, layer.n, *self._options(), self.workspace, self.workspace_bytes)
+
+        def enqueue(stream: int) -> None:
+            for copy in range(self.copies):
+                if norm:
+                    LAYER_NORM.launch(self.gpu, self.dtype, normed, stream)
+                weight = self.weight + copy * self.weight_bytes
+                LINEAR.launch(self.gpu, self.dtype, (self.h, weight, self.bias, self.out, *sizes), stream)
+
+        return enqueue
+
+    def ways(self, rows: int) -> dict[str, LaunchPlan]:
+        """Return every launch plan by a short name."""
+        dims = {"rows": rows, "n": self.layer.n, "k": self.layer.k}
+        found = plans(dims, self.dtype, self.gpu.limits())
+        return {f"{name or 'streamed'} {warps}w": how for (name, warps), how in found.items()}
+
+    def chosen(self, rows: int) -> str:
+        """Return the name of the plan that the op chooses."""
+        dims = {"rows": rows, "n": self.layer.n, "k": self.layer.k}
+        best = plan(dims, self.dtype, self.gpu.limits())
+        return next(name for name, how in self.ways(rows).items() if how == best)
+
+    # results
+
+    def _host(self, address: int, *shape: int) -> Array:
+        array = np.empty(shape, dtype=dtypes.NUMPY[self.dtype])
+        self.gpu.copy_d2h(address, array)
+        return array
+
+    def _result(self, rows: int, before: Array, how: LaunchPlan) -> Array:
+        self.gpu.copy_h2d(before, self.out)
+        handle = self.gpu.kernel(OP.spec.name, how.entry)
+        self.gpu.launch(handle, how.grid, how.block, how.shared_bytes, 0, self.values(rows, 0))
+        self.gpu.synchronize()
+        return self._host(self.out, rows, self.layer.n)
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the results of each plan."""
+        layer, most = self.layer, max(ROWS)
+        before = self._host(self.out, most, layer.n)
+        out = before.copy()
+        names = [arg.name for arg in OP.spec.args]
+        values = dict(zip(names, self.values(most, 0), strict=True))
+        arrays = {
+            "x": self._host(self.x, most, layer.k),
+            "weight": self._host(self.weight, layer.n, layer.k),
+            "bias": self._host(self.bias, layer.n),
+            "gamma": self._host(self.gamma, layer.k) if layer.norm else None,
+            "beta": self._host(self.beta, layer.k) if layer.norm else None,
+            "out": out,
+        }
+        OP.reference(**{**values, **arrays})
+        exact = out.astype(np.float64)
+        limit = 2 * OP.spec.tolerance.of(self.dtype) * np.abs(exact).max()  # the reference rounds, too
+        for name, how in self.ways(most).items():
+            whole = self._result(most, before, how)
+            error = np.abs(whole.astype(np.float64) - exact).max()
+            if not error <= limit:
+                yield f"{layer.name} {layer.n}x{layer.k}, {name}: error {error:.3g}, tolerance {limit:.3g}"
+            for rows in (1, 5, 8, 16, 33) if self.gpu.kind() == "cuda" else ():  # a BLAS adds in other orders
+                if self._result(rows, before, how).tobytes() != whole[:rows].tobytes():
+                    yield f"{layer.name} {layer.n}x{layer.k}, {name}: other bits among {rows} rows than among {most}"
+        self.gpu.copy_h2d(before, self.out)
+
+
+def measure(bench: Bench, clock: Clock, rows: int, repeats: int) -> dict[str, Any]:
+    """Time every way to run a layer; microseconds for one run of it."""
+
+    def us(enqueue: Callable[[int], None]) -> float:
+        return round(1e3 * clock.graph_ms(enqueue, repeats) / bench.copies, 3)
+
+    found: dict[str, Any] = {"library_us": us(bench.library(rows, norm=False))}
+    if bench.layer.norm:
+        found["layer_norm_library_us"] = us(bench.library(rows, norm=True))
+    found["chosen"] = bench.chosen(rows)
+    found["thin_us"] = {name: us(bench.thin(rows, how, False)) for name, how in bench.ways(rows).items()}
+    found["thin_programmatic_us"] = {name: us(bench.thin(rows, how, True)) for name, how in bench.ways(rows).items()}
+    return found
+
+
+def line(layer: Layer, rows: int, case: dict[str, Any]) -> str:
+    """Return a line of the table: the library, and the best plan in both ways of launching."""
+    library = case.get("layer_norm_library_us", case["library_us"])
+    cells = [f"{layer.name:8s} {layer.n:5d}x{layer.k:<5d} {rows:4d} {library:9.2f}"]
+    for kind in ("thin_us", "thin_programmatic_us"):
+        best = min(case[kind], key=case[kind].get)
+        cells.append(f"{case[kind][case['chosen']]:8.2f} {case[kind][best]:8.2f} ({best:12s})")
+    return " | ".join(cells)
+
+
+def run(gpu: GpuBackend, options: argparse.Namespace) -> dict[str, Any]:
+    """Check and time every layer."""
+    report: dict[str, Any] = {
+        "benchmark": "thin_linear",
+        "dtype": options.dtype,
+        "machine": describe("metrale", "numpy", commit=options.commit),
+        "gpu": {"kind": gpu.kind(), "name": gpu.name(), "sm_count": gpu.sm_count()},
+        "layers": [],
+        "problems": [],
+    }
+    clock = Clock(gpu)
+    print("layer           n x k   rows   library | thin: chosen, best plan | the same, programmatic", flush=True)
+    for layer in (layer for width in WIDTHS[gpu.kind()] for layer in layers(width)):
+        with ExitStack() as undo:
+            bench = Bench(gpu, layer, options.dtype, undo)
+            report["problems"] += list(bench.problems())
+            floor = round(1e6 * bench.weight_bytes / 4.55e12, 3)
+            entry: dict[str, Any] = {"name": layer.name, "n": layer.n, "k": layer.k, "floor_us": floor, "rows": {}}
+            report["layers"].append(entry)
+            for rows in options.rows:
+                entry["rows"][rows] = case = measure(bench, clock, rows, options.repeats)
+                print(line(layer, rows, case), flush=True)
+            if options.out is not None:
+                options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    clock.close()
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bf16", choices=OP.spec.dtypes)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--commit", help="what to call the commit where git cannot say")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with open_device(options.device) as gpu:
+        report = run(gpu, options)
+    for problem in report["problems"]:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    return 1 if report["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

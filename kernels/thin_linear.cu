@@ -1,0 +1,539 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// out = activation(n(x) weight^T + bias), or out += ...; n(x) is x, or with gamma and beta LayerNorm(x), rounded to T.
+//
+// Layout     x is [rows, k], rows x_stride elements apart; gamma, beta: [k], both or neither NULL; weight: [n, k]; bias:
+//            [n] or NULL; out: [rows, n], rows out_stride apart. activation is a number of common/activation.cuh.
+// Alignment  One element. Packs are moved whole where all addresses are multiples of 16 bytes, and k and x_stride of a
+//            pack; else everything goes element by element, slowly, to the same bits.
+// Launch     Grid (n / (8 * GROUPS) rounded up, 1, 1); block: 8 or 16 warps. Shared memory:
+//            metrale.ops.thin_linear.shared_bytes. May begin before the kernel ahead has ended, if nothing that is still
+//            under way writes gamma, beta, weight or bias.
+// Aliasing   out overlaps nothing that is read.
+// Order      A row's bits depend on its own elements, the weights and the number of warps: not on the other rows, not on
+//            its place, not on alignment, not on the entry point.
+// Numbers    Products of T summed in float on the tensor cores; LayerNorm, bias, activation and residual in float.
+//
+// For few rows, up to 64 or so: the weights are read once and are the limit. The warps of a block split k, and a lane
+// loads what it multiplies straight into registers: of one row in each of GROUPS groups of 8 rows of the weights, before
+// the wait for the kernel ahead, and of one row of x, in the same columns. Which columns the tensor cores take together
+// does not matter as long as both operands agree, so that a lane's share of 32 columns is 8 neighbouring ones, one load
+// of 16 bytes, and lies in registers as the tensor cores want it. Of x they take 16 rows: 8 rows are given in one half
+// of their columns as the first 8, and in the other as the last 8. The warps' sums are added in shared memory, in order.
+
+#include "common/activation.cuh"
+#include "common/attention.cuh"
+#include "common/dependent.cuh"
+#include "common/moments.cuh"
+
+constexpr int LANES = 4;           // lanes that hold one row of x, or of the weights
+constexpr int TILE = 8;            // rows of x that are multiplied at once
+constexpr int GROUP = 8;           // rows of the weights that a lane has one of
+constexpr int MOST_WARPS = 16;     // of a block
+constexpr int MERGED = 2;          // chunks that moments are formed of
+constexpr int MOST_STAGED = 8192;  // columns whose gamma and beta fit into shared memory
+
+constexpr int PITCH = TILE * GROUP + GROUP;  // floats from group to group among a warp's sums: no bank conflicts
+
+// threadIdx.x, of which the compiler does not know that it has been read before. What is used once a tile is found from
+// it anew, so as not to take registers in between.
+__device__ __forceinline__ int thread_again() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+// Columns that a warp multiplies at a time.
+template <typename T>
+inline constexpr int CHUNK = LANES * PACK<T>;
+
+template <typename T>
+struct Layer {
+    const T *x, *gamma, *beta, *weight, *bias;
+    T* out;
+    int rows, n, k;
+    long long x_stride, out_stride;
+    float eps;
+    int activation;
+    bool residual;
+};
+
+// A lane's share of k. Of each of its warp's chunks it has a pack; `there` counts those that begin within k.
+struct Share {
+    int begin;   // the warp's first column
+    int column;  // where the lane's first pack begins
+    int there;
+};
+
+// A block's shared memory.
+struct Room {
+    float* sums;      // [warps][GROUPS][PITCH]: 8 rows of x by 8 of the weights
+    float2* moments;  // [warps][TILE]: mean and squares
+    uint4* staged;    // [warps][chunks][2][LANES]: gamma and beta
+};
+
+template <typename T>
+__device__ __forceinline__ Share share_of(int k, int chunks, int thread) {
+    const int begin = thread / WARP * chunks * CHUNK<T>;
+    const int column = begin + thread % LANES * PACK<T>;
+    return {begin, column, max(0, min(chunks, (k - column + CHUNK<T> - 1) / CHUNK<T>))};
+}
+
+// The chunks of each warp. Blocks have 8 or 16 warps.
+template <typename T>
+__device__ __forceinline__ int chunks_of(int k) {
+    const int all = (k + CHUNK<T> - 1) / CHUNK<T>;
+    return blockDim.x <= 8 * WARP ? (all + 7) / 8 : (all + 15) / 16;
+}
+
+// How many columns a warp has.
+template <typename T>
+__device__ __forceinline__ int columns_of(int k, int chunks, int warp) {
+    return max(0, min(k - warp * chunks * CHUNK<T>, chunks * CHUNK<T>));
+}
+
+// The elements of the lane's pack in one of the warp's chunks.
+template <typename T>
+__device__ __forceinline__ int elements(const Share& share, int chunk, int k) {
+    return chunk < share.there ? min(PACK<T>, k - share.column - chunk * CHUNK<T>) : 0;
+}
+
+// The sums of 8 rows of x with a group. A pack of x is given to the tensor cores as it is: its first two words as row
+// lane / 4 and its last two as row lane / 4 + 8. With the first two words of the weights, what comes of the former is
+// wanted, with the last two, what comes of the latter; the other half of each product goes nowhere.
+using Sums = float[2][4];
+
+template <typename T>
+__device__ __forceinline__ void multiply(Sums& sums, const uint4& x, const uint4& weights) {
+    multiply_add(sums[0], x.x, x.z, x.y, x.w, weights.x, weights.y, T{});
+    multiply_add(sums[1], x.x, x.z, x.y, x.w, weights.z, weights.w, T{});
+}
+
+// Leaves the warp's sums with a group in shared memory: row lane / 4 of x by rows 2 * (lane % 4) and the next of the
+// weights.
+__device__ __forceinline__ void store_sums(const Sums& sums, float* to) {
+    reinterpret_cast<float2*>(to)[thread_again() % WARP] =
+        make_float2(sums[0][0] + sums[1][2], sums[0][1] + sums[1][3]);
+}
+
+// The thread's element of a tile. There are as many threads as elements, or more.
+template <typename T>
+struct Element {
+    int row, within, column;
+
+    __device__ __forceinline__ explicit Element(int groups) {
+        const int thread = thread_again();
+        row = thread / (groups * GROUP);
+        within = thread % (groups * GROUP);
+        column = blockIdx.x * (groups * GROUP) + within;
+    }
+    __device__ __forceinline__ bool wanted(const Layer<T>& layer, int tile) const {
+        return row < TILE && tile + row < layer.rows && column < layer.n;
+    }
+    __device__ __forceinline__ T* place(const Layer<T>& layer, int tile) const {
+        return layer.out + (tile + row) * layer.out_stride + column;
+    }
+};
+
+template <typename T>
+__device__ __forceinline__ float load_bias(const Layer<T>& layer, int groups) {
+    const Element<T> element(groups);
+    const bool there = layer.bias != nullptr && element.row < TILE && element.column < layer.n;
+    return there ? to_float(layer.bias[element.column]) : 0.0f;
+}
+
+// What `out` holds, if it is added to.
+template <typename T>
+__device__ __forceinline__ float load_before(const Layer<T>& layer, int groups, int tile) {
+    const Element<T> element(groups);
+    const bool there = layer.residual && element.wanted(layer, tile);
+    return to_float(load_fresh_element(element.place(layer, tile), there));
+}
+
+// Adds the warps' sums in order, and writes the result.
+template <typename T>
+__device__ __forceinline__ void finish(const Layer<T>& layer, int groups, int tile, float bias, float before,
+                                       const float* sums) {
+    const Element<T> element(groups);
+    if (element.wanted(layer, tile)) {
+        const float* from = sums + element.within / GROUP * PITCH + element.row * GROUP + element.within % GROUP;
+        float sum = from[0];
+#pragma unroll 7
+        for (int warp = 1; warp < static_cast<int>(blockDim.x) / WARP; ++warp) {
+            sum += from[warp * (groups * PITCH)];
+        }
+        const float value = activate(sum + bias, layer.activation);
+        *element.place(layer, tile) = from_float<T>(layer.residual ? value + before : value);
+    }
+}
+
+// Leaves what the warp has of each lane's row in shared memory.
+template <typename T>
+__device__ __forceinline__ void store_moments(const Layer<T>& layer, int chunks, const Moments& own, float2* to) {
+    const int thread = thread_again(), warp = thread / WARP;
+    const Moments merged = merge_lanes(own, static_cast<float>(columns_of<T>(layer.k, chunks, warp)), LANES);
+    if (thread % LANES == 0) {
+        to[warp * TILE + thread % WARP / LANES] = make_float2(merged.mean, merged.squares);
+    }
+}
+
+// Merges what the warps have left of a row: each of its lanes every fourth warp, then the lanes.
+template <typename T>
+__device__ __forceinline__ Norm merge_warps(const Layer<T>& layer, int chunks, const float2* from) {
+    constexpr int PARTS = MOST_WARPS / LANES;
+    const int warps = blockDim.x / WARP, thread = thread_again();
+    float2 parts[PARTS];
+    float columns[PARTS], sum = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+        const int warp = i * LANES + thread % LANES;
+        parts[i] = warp < warps ? from[warp * TILE + thread % WARP / LANES] : make_float2(0.0f, 0.0f);
+        columns[i] = static_cast<float>(columns_of<T>(layer.k, chunks, warp));  // 0 past the last warp
+        sum += columns[i] * parts[i].x;
+    }
+    const float part = reciprocal(static_cast<float>(layer.k));
+    const float mean = warp_reduce<Sum>(sum, LANES) * part;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+        const float apart = parts[i].x - mean;
+        squares += parts[i].y + columns[i] * (apart * apart);
+    }
+    return {mean, rsqrtf(warp_reduce<Sum>(squares, LANES) * part + layer.eps)};
+}
+
+// Products by whole packs. WINDOW: chunks of x that are under way. STREAMED: the warp may have more than CHUNKS chunks;
+// the weights of the next ones then replace those that have been used.
+template <typename T, int GROUPS, int CHUNKS, int WINDOW, bool STREAMED>
+struct Whole {
+    static constexpr int STAGED = CHUNKS < 8 ? 1 : 2;  // packs of gamma and beta that a lane stages at a time,
+    static constexpr int STAGED_CHUNKS = STAGED * WARP / (2 * LANES);  // which are those of so many chunks
+    static constexpr int PASS = GROUPS < 2 ? 1 : 2;  // groups whose sums are in registers together
+    static constexpr bool EARLY = GROUPS <= 2 && !STREAMED;  // there is a register for what `out` holds
+    static_assert(GROUPS == PASS || (WINDOW == CHUNKS && !STREAMED), "x stays in registers for the next groups");
+
+    const Layer<T>& layer;
+    const Room& room;
+    int chunks, all;  // of the warp; all: in whole batches of CHUNKS
+    uint4 weights[GROUPS][CHUNKS];
+    uint4 window[WINDOW];
+
+    __device__ __forceinline__ Whole(const Layer<T>& l, const Room& r, int c)
+        : layer(l), room(r), chunks(c), all(STREAMED ? (c + CHUNKS - 1) / CHUNKS * CHUNKS : CHUNKS) {}
+
+    // Where some of a lane's packs are, a chunk apart, and how many of them are there.
+    struct Packs {
+        const T* from;
+        int there;
+    };
+
+    // Of x from a chunk of a tile on; a chunk past the last one is of the next tile.
+    __device__ __forceinline__ Packs x_from(int tile, int chunk) const {
+        if (chunk >= all) {
+            chunk -= all;
+            tile += TILE;
+        }
+        const int thread = thread_again(), row = tile + thread % WARP / LANES;
+        const Share share = share_of<T>(layer.k, chunks, thread);
+        return {layer.x + row * layer.x_stride + share.column + chunk * CHUNK<T>,
+                row < layer.rows ? share.there - chunk : 0};
+    }
+
+    // Of a group of the weights.
+    __device__ __forceinline__ Packs weights_from(int group, int chunk) const {
+        const int thread = thread_again(), row = (blockIdx.x * GROUPS + group) * GROUP + thread % WARP / LANES;
+        const Share share = share_of<T>(layer.k, chunks, thread);
+        return {layer.weight + static_cast<long long>(row) * layer.k + share.column + chunk * CHUNK<T>,
+                row < layer.n ? share.there - chunk : 0};
+    }
+
+    __device__ __forceinline__ void load_x(int i, const Packs& packs) {
+        window[i] = load_fresh(packs.from + i * CHUNK<T>, i < packs.there);
+    }
+
+    __device__ __forceinline__ void load_window(int tile, int chunk) {
+        const Packs packs = x_from(tile, chunk);
+#pragma unroll
+        for (int i = 0; i < WINDOW; ++i) {
+            load_x(i, packs);
+        }
+    }
+
+    // Gamma and beta of the warp's chunks, of which a lane loads every 32nd pack.
+    __device__ __forceinline__ void load_staged(uint4 (&packs)[STAGED], int first) const {
+#pragma unroll
+        for (int i = 0; i < STAGED; ++i) {
+            const int thread = thread_again(), place = first * (2 * LANES) + i * WARP + thread % WARP;
+            const int chunk = place / (2 * LANES);
+            const int column = (thread / WARP * chunks + chunk) * CHUNK<T> + place % LANES * PACK<T>;
+            const T* from = place / LANES % 2 == 0 ? layer.gamma : layer.beta;
+            packs[i] = load_once(from + column, chunk < chunks && column < layer.k);
+        }
+    }
+
+    __device__ __forceinline__ void store_staged(const uint4 (&packs)[STAGED], int first) const {
+        const int thread = thread_again();
+        uint4* to = room.staged + thread / WARP * all * (2 * LANES) + thread % WARP;
+#pragma unroll
+        for (int i = 0; i < STAGED; ++i) {
+            to[first * (2 * LANES) + i * WARP] = packs[i];
+        }
+    }
+
+    // What a lane's row of a tile is shifted and scaled by. The window is at the first chunks before and after.
+    __device__ __forceinline__ Norm find_norm(int tile) {
+        Moments moments = {0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+        for (int first = 0; first < all; first += WINDOW) {
+            moments = observe_window(moments, x_from(tile, first).there);
+            if (all > WINDOW) {
+                load_window(tile, first + WINDOW < all ? first + WINDOW : 0);
+            }
+        }
+        store_moments(layer, chunks, moments, room.moments);
+        __syncthreads();
+        forget();
+        return merge_warps(layer, chunks, room.moments);
+    }
+
+    __device__ __forceinline__ Moments observe_window(Moments moments, int there) const {
+#pragma unroll
+        for (int first = 0; first < WINDOW; first += MERGED) {
+            uint4 packs[MERGED];
+            int counts[MERGED];
+#pragma unroll
+            for (int i = 0; i < MERGED; ++i) {
+                packs[i] = window[first + i];
+                counts[i] = first + i < there ? PACK<T> : 0;
+            }
+            if (first < there) {
+                moments = merged(moments, moments_of<T, true>(packs, counts));
+            }
+        }
+        return moments;
+    }
+
+    // Makes the compiler unpack the window anew: what it would rather keep fills all registers.
+    __device__ __forceinline__ void forget() {
+#pragma unroll
+        for (int i = 0; i < WINDOW; ++i) {
+            asm volatile("" : "+r"(window[i].x), "+r"(window[i].y), "+r"(window[i].z), "+r"(window[i].w));
+        }
+    }
+
+    __device__ __forceinline__ void normalise(int chunk, const Norm& norm) {
+        const int thread = thread_again();
+        const uint4* from = room.staged + (thread / WARP * all + chunk) * (2 * LANES) + thread % LANES;
+#pragma unroll
+        for (int i = 0; i < WINDOW; ++i) {
+            window[i] = normalised<T>(window[i], from[i * (2 * LANES)], from[i * (2 * LANES) + LANES], norm);
+        }
+    }
+
+    // Adds chunks of the batch at `batch` to the sums of PASS groups from `group` on. `more`: other weights take the
+    // place of those that have been used.
+    __device__ __forceinline__ void multiply_batch(int tile, int batch, int group, bool more, bool normed,
+                                                   const Norm& norm, Sums (&sums)[PASS]) {
+#pragma unroll
+        for (int first = 0; first < CHUNKS; first += WINDOW) {
+            if (normed && group == 0) {
+                normalise(batch + first, norm);
+            }
+            const Packs next = x_from(tile, batch + first + WINDOW);
+#pragma unroll
+            for (int i = 0; i < WINDOW; ++i) {
+#pragma unroll
+                for (int r = 0; r < PASS; ++r) {
+                    if (group + r < GROUPS) {
+                        multiply<T>(sums[r], window[i], weights[group + r][first + i]);
+                    }
+                }
+                if (group + PASS >= GROUPS) {
+                    load_x(i, next);
+                }
+                if (more) {
+#pragma unroll
+                    for (int r = 0; r < GROUPS; ++r) {
+                        const Packs packs = weights_from(r, batch + CHUNKS < all ? batch + CHUNKS : 0);
+                        weights[r][first + i] = load_once(packs.from + (first + i) * CHUNK<T>, first + i < packs.there);
+                    }
+                }
+            }
+        }
+    }
+
+    // Leaves the warps' sums of a tile in shared memory.
+    __device__ __forceinline__ void multiply_tile(int tile, bool normed, const Norm& norm) {
+#pragma unroll
+        for (int group = 0; group < GROUPS; group += PASS) {
+            Sums sums[PASS] = {};
+#pragma unroll 1
+            for (int batch = 0; batch < all; batch += CHUNKS) {
+                const bool more = STREAMED && (batch + CHUNKS < all || (all > CHUNKS && tile + TILE < layer.rows));
+                multiply_batch(tile, batch, group, more, normed, norm, sums);
+            }
+            if (group == 0 && tile > 0) {
+                __syncthreads();  // the sums of the tile before have been read
+            }
+#pragma unroll
+            for (int r = 0; r < PASS; ++r) {
+                if (group + r < GROUPS) {
+                    store_sums(sums[r], room.sums + (thread_again() / WARP * GROUPS + group + r) * PITCH);
+                }
+            }
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void run() {
+        const bool normed = layer.gamma != nullptr;
+#pragma unroll
+        for (int r = 0; r < GROUPS; ++r) {
+            const Packs packs = weights_from(r, 0);
+#pragma unroll
+            for (int i = 0; i < CHUNKS; ++i) {
+                weights[r][i] = load_once(packs.from + i * CHUNK<T>, i < packs.there);
+            }
+        }
+        uint4 staged[STAGED];
+        if (normed) {
+            load_staged(staged, 0);
+        }
+        const float bias = load_bias(layer, GROUPS);
+        wait_for_previous();
+        load_window(0, 0);
+        if (normed) {
+            store_staged(staged, 0);
+#pragma unroll 1
+            for (int first = STAGED_CHUNKS; first < all; first += STAGED_CHUNKS) {
+                load_staged(staged, first);
+                store_staged(staged, first);
+            }
+            __syncwarp();
+        }
+#pragma unroll 1
+        for (int tile = 0; tile < layer.rows; tile += TILE) {
+            const Norm norm = normed ? find_norm(tile) : Norm{0.0f, 0.0f};
+            float before = EARLY ? load_before(layer, GROUPS, tile) : 0.0f;
+            multiply_tile(tile, normed, norm);
+            before = EARLY ? before : load_before(layer, GROUPS, tile);
+            finish(layer, GROUPS, tile, bias, before, room.sums);
+        }
+    }
+};
+
+// Products element by element, for what lies anywhere: the same sums in the same order. One group of the weights after
+// the other, so that one function serves all kernels.
+template <typename T>
+struct Scattered {
+    const Layer<T>& layer;
+    const Share& share;
+    int chunks, g;
+
+    // Of a row of x; rows past the last are 0.
+    __device__ __forceinline__ uint4 load_x(int row, int chunk) const {
+        const int count = row < layer.rows ? elements<T>(share, chunk, layer.k) : 0;
+        return gather_fresh(layer.x + row * layer.x_stride + share.column + chunk * CHUNK<T>, count);
+    }
+
+    __device__ __forceinline__ Norm find_norm(int row, float2* room) const {
+        Moments moments = {0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+        for (int first = 0; first < share.there; first += MERGED) {
+            uint4 packs[MERGED];
+            int counts[MERGED];
+#pragma unroll
+            for (int i = 0; i < MERGED; ++i) {
+                packs[i] = load_x(row, first + i);
+                counts[i] = elements<T>(share, first + i, layer.k);
+            }
+            moments = merged(moments, moments_of<T, false>(packs, counts));
+        }
+        store_moments(layer, chunks, moments, room);
+        __syncthreads();
+        return merge_warps(layer, chunks, room);
+    }
+
+    // The warp's sums of rows of x with one group of the weights, of which the lane has a row.
+    __device__ __forceinline__ void multiply_group(int row, int weight_row, const Norm& norm, float* to) const {
+        Sums sums = {};
+#pragma unroll 1
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            const int column = share.column + chunk * CHUNK<T>, count = elements<T>(share, chunk, layer.k);
+            uint4 pack = load_x(row, chunk);
+            if (layer.gamma != nullptr) {
+                const uint4 gamma = gather_words(layer.gamma + column, count);
+                pack = normalised<T>(pack, gamma, gather_words(layer.beta + column, count), norm);
+            }
+            const T* from = layer.weight + static_cast<long long>(weight_row) * layer.k + column;
+            multiply<T>(sums, pack, gather_words(from, weight_row < layer.n ? count : 0));
+        }
+        store_sums(sums, to);
+    }
+};
+
+template <typename T>
+__device__ __noinline__ void thin_linear_scattered(Layer<T> layer, int groups, float* sums, float2* moments) {
+    const int thread = threadIdx.x, chunks = chunks_of<T>(layer.k);
+    const Share share = share_of<T>(layer.k, chunks, thread);
+    const Scattered<T> product = {layer, share, chunks, thread % WARP / LANES};
+    const float bias = load_bias(layer, groups);
+    wait_for_previous();
+#pragma unroll 1
+    for (int tile = 0; tile < layer.rows; tile += TILE) {
+        const float before = load_before(layer, groups, tile);
+        Norm norm = {0.0f, 0.0f};
+        if (layer.gamma != nullptr) {
+            norm = product.find_norm(tile + product.g, moments);
+        }
+        __syncthreads();  // the sums of the tile before have been read
+#pragma unroll 1
+        for (int group = 0; group < groups; ++group) {
+            const int weight_row = (blockIdx.x * groups + group) * GROUP + product.g;
+            float* to = sums + (threadIdx.x / WARP * groups + group) * PITCH;
+            product.multiply_group(tile + product.g, weight_row, norm, to);
+        }
+        __syncthreads();
+        finish(layer, groups, tile, bias, before, sums);
+    }
+}
+
+template <typename T, int GROUPS, int CHUNKS, int WINDOW, bool STREAMED>
+__device__ __forceinline__ void thin_linear(const Layer<T>& layer) {
+    extern __shared__ uint4 memory[];
+    let_next_begin();
+    const int warps = blockDim.x / WARP, chunks = chunks_of<T>(layer.k);
+    Room room;
+    room.sums = reinterpret_cast<float*>(memory);
+    room.moments = reinterpret_cast<float2*>(room.sums + warps * (GROUPS * PITCH));
+    room.staged = reinterpret_cast<uint4*>(room.moments + warps * TILE);
+    const bool whole = layer.k % PACK<T> == 0 && rows_aligned16(layer.x, layer.x_stride) && aligned16(layer.weight);
+    const bool staged = aligned16(layer.gamma) && aligned16(layer.beta) && layer.k <= MOST_STAGED;
+    if (whole && (layer.gamma == nullptr || staged) && (STREAMED || chunks <= CHUNKS)) {
+        Whole<T, GROUPS, CHUNKS, WINDOW, STREAMED>(layer, room, chunks).run();
+    } else {
+        thin_linear_scattered(layer, GROUPS, room.sums, room.moments);
+    }
+}
+
+#define ENTRY(T, suffix, groups, chunks, window, streamed)                                                     \
+    extern "C" __global__ void __launch_bounds__(512) thin_linear_##suffix(                                    \
+        const T* x, const T* gamma, const T* beta, const T* weight, const T* bias, T* out, int rows, int n,    \
+        int k, long long x_stride, long long out_stride, float eps, int activation, int residual) {            \
+        thin_linear<T, groups, chunks, window, streamed>({x, gamma, beta, weight, bias, out, rows, n, k,       \
+                                                          x_stride, out_stride, eps, activation,               \
+                                                          residual != 0});                                     \
+    }
+ENTRY(f16, f16, 2, 8, 2, true)
+ENTRY(f16, f16_1x4, 1, 4, 4, false)
+ENTRY(f16, f16_2x4, 2, 4, 4, false)
+ENTRY(f16, f16_3x4, 3, 4, 4, false)
+ENTRY(f16, f16_4x4, 4, 4, 4, false)
+ENTRY(f16, f16_1x8, 1, 8, 4, false)
+ENTRY(f16, f16_1x16, 1, 16, 4, false)
+ENTRY(bf16, bf16, 2, 8, 2, true)
+ENTRY(bf16, bf16_1x4, 1, 4, 4, false)
+ENTRY(bf16, bf16_2x4, 2, 4, 4, false)
+ENTRY(bf16, bf16_3x4, 3, 4, 4, false)
+ENTRY(bf16, bf16_4x4, 4, 4, 4, false)
+ENTRY(bf16, bf16_1x8, 1, 8, 4, false)
+ENTRY(bf16, bf16_1x16, 1, 16, 4, false)

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""A dense layer for few rows, with the LayerNorm ahead of it: ``out = activation(n(x) @ weight^T + bias)``.
+
+``n(x)`` is ``x``, or ``LayerNorm(x)`` rounded to the element type: what `layer_norm` followed by `linear` computes, up
+to the order of sums. Or ``out += n(x) @ weight^T + bias``. With few rows, as in decoding, reading the weights is what
+takes the time; the kernel begins to read them before the kernel ahead of it has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import metrale_kernels
+import numpy as np
+
+from gpu_runtime.backend import NULL, GpuBackend
+from gpu_runtime.gemm import gemm_reference
+from gpu_runtime.limits import Limits
+from gpu_runtime.op import REGISTRY, Dims, Inputs, LaunchPlan, Op, OpSpec, Tolerance, scalar, tensor
+from gpu_runtime.streams import StreamLike
+from metrale.ops import inputs
+from metrale.ops.layer_norm import reference as normalise
+from metrale.ops.linear import ACTIVATION_NAMES
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What an entry point is instantiated over.
+
+    Attributes
+    ----------
+    groups : int
+        Groups of eight rows of the weights in a block.
+    chunks : int
+        Chunks of k whose weights a warp holds in registers.
+    streamed : bool
+        Whether a warp may have more chunks than that.
+    """
+
+    groups: int
+    chunks: int
+    streamed: bool = False
+
+
+VARIANTS: Final = {
+    "": Variant(2, 8, streamed=True),
+    "1x4": Variant(1, 4),
+    "2x4": Variant(2, 4),
+    "3x4": Variant(3, 4),
+    "4x4": Variant(4, 4),
+    "1x8": Variant(1, 8),
+    "1x16": Variant(1, 16),
+}
+"""The entry points by their endings."""
+
+MOST_ROWS: Final = 64
+MOST_K: Final = 1 << 24
+
+_GROUP: Final = 8  # rows of the weights in a group
+_TILE: Final = 8  # rows of x that are multiplied at once
+_CHUNK: Final = 32  # columns of a chunk
+_PITCH: Final = _TILE * _GROUP + _GROUP  # floats of a group's sums
+_MOST_STAGED: Final = 8192  # columns whose gamma and beta the kernel keeps in shared memory
+
+SPEC: Final = OpSpec(
+    name="thin_linear",
+    args=(
+        tensor("x", "in", "T", "rows", "k", row_stride="x_stride"),
+        tensor("gamma", "in", "T", "k", optional=True),
+        tensor("beta", "in", "T", "k", optional=True),
+        tensor("weight", "in", "T", "n", "k"),
+        tensor("bias", "in", "T", "n", optional=True),
+        tensor("out", "inout", "T", "rows", "n", row_stride="out_stride", reads_when="residual"),
+        scalar("rows", "i32"),
+        scalar("n", "i32"),
+        scalar("k", "i32"),
+        scalar("x_stride", "i64"),
+        scalar("out_stride", "i64"),
+        scalar("eps", "f32"),
+        scalar("activation", "i32"),
+        scalar("residual", "i32"),
+    ),
+    # One rounding; and where LayerNorm's result lies between two elements, its last bit may choose the other one.
+    tolerance=Tolerance(f32=2e-6, f16=1.5 * 2**-11, bf16=1.5 * 2**-8),
+    dtypes=("f16", "bf16"),
+    variants=tuple(VARIANTS)[1:],
+)
+
+
+def chunks_of(k: int, warps: int) -> int:
+    """Return how many chunks of k each warp of a block has."""
+    chunks = -(-k // _CHUNK)
+    return -(-chunks // warps)
+
+
+def shared_bytes(variant: Variant, warps: int, k: int) -> int:
+    """Return the shared memory of a block: the warps' sums, the moments of 8 rows, and gamma and beta."""
+    batches = -(-chunks_of(k, warps) // variant.chunks)
+    staged = batches * variant.chunks * 2 * _CHUNK * 2 if k <= _MOST_STAGED else 0
+    return warps * (variant.groups * _PITCH * 4 + _TILE * 8 + staged)
+
+
+def plans(dims: Dims, dtype: str, limits: Limits) -> dict[tuple[str, int], LaunchPlan]:
+    """Return every way to launch the kernel at full speed, by variant and warps. Rows of x have no part in it."""
+    n, k = dims["n"], dims["k"]
+    found = {}
+    for name, variant in VARIANTS.items():
+        for warps in (8, 16):
+            if variant.streamed or chunks_of(k, warps) <= variant.chunks:
+                found[name, warps] = LaunchPlan(
+                    SPEC.entry(dtype, name),
+                    (-(-n // (_GROUP * variant.groups)), 1, 1),
+                    (limits.warp_size * warps, 1, 1),
+                    shared_bytes(variant, warps, k),
+                    programmatic=limits.compute_capability >= (9, 0),
+                )
+    return found
+
+
+def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
+    """Choose by n and k alone, so that a row has the same bits in every batch.
+
+    A warp's share of k fits into registers where k is at most 8,192. Of short weights a block takes so many rows that
+    there is about one block a multiprocessor; of longer ones it takes few, and more warps split k.
+
+    Raises
+    ------
+    ValueError
+        When there are more rows than the op is for, or k is beyond what the kernel's numbers hold.
+    """
+    for name, most in (("rows", MOST_ROWS), ("k", MOST_K)):
+        if dims[name] > most:
+            raise ValueError(f"thin_linear: {name}: expected at most {most}, got {dims[name]}")
+    k, each = dims["k"], -(-dims["n"] // (_GROUP * limits.sm_count))  # groups of weights for each multiprocessor
+    if k <= 1024:
+        choice = f"{min(max(each, 1), 4)}x4", 8
+    elif k <= 2048:
+        choice = "1x4" if each <= 1 else "2x4", 16
+    elif k <= 8192:
+        choice = "1x8" if k <= 4096 else "1x16", 16
+    else:
+        choice = "", 8
+    return plans(dims, dtype, limits)[choice]
+
+
+def reference(
+    *,
+    x: Array,
+    gamma: Array | None,
+    beta: Array | None,
+    weight: Array,
+    bias: Array | None,
+    out: Array,
+    rows: int,
+    k: int,
+    eps: float,
+    activation: int,
+    residual: int,
+    **_: Any,
+) -> None:
+    """LayerNorm's reference, rounded to the element type, and the product's."""
+    _check_norm(gamma, beta)
+    if gamma is not None and beta is not None:
+        plain, x = x, np.empty((rows, k), dtype=x.dtype)
+        normalise(x=plain, weight=gamma, bias=beta, out=x, rows=rows, width=k, eps=eps)
+    gemm_reference(x, weight, out, bias, activation=ACTIVATION_NAMES[activation], accumulate=bool(residual))
+
+
+def _check_norm(gamma: object, beta: object) -> None:
+    """Raise ValueError when one of the two is NULL and the other is not."""
+    if (gamma is None) is not (beta is None):
+        missing, given = ("gamma", "beta") if gamma is None else ("beta", "gamma")
+        raise ValueError(f"thin_linear: {missing}: expected an address, as {given} has one, got NULL")
+
+
+def make_inputs(
+    rng: np.random.Generator,
+    dtype: str,
+    *,
+    rows: int,
+    n: int,
+    k: int,
+    norm: bool = False,
+    bias: bool = True,
+    activation: str = "none",
+    residual: bool = False,
+    x_pad: int = 0,
+    out_pad: int = 0,
+    std: float = 1.0,
+) -> Inputs:
+    return {
+        "x": inputs.normal(rng, (rows, k + x_pad), dtype, mean=std / 2 if norm else 0.0, std=std),
+        "gamma": inputs.normal(rng, (k,), dtype, mean=1.0, std=0.3) if norm else None,
+        "beta": inputs.normal(rng, (k,), dtype, std=0.3) if norm else None,
+        "weight": inputs.normal(rng, (n, k), dtype, std=k**-0.5),
+        "bias": inputs.normal(rng, (n,), dtype) if bias else None,
+        "out": inputs.normal(rng, (rows, n + out_pad), dtype, std=2.0),
+        "rows": rows,
+        "n": n,
+        "k": k,
+        "x_stride": k + x_pad,
+        "out_stride": n + out_pad,
+        "eps": 1e-5,
+        "activation": ACTIVATION_NAMES.index(activation),
+        "residual": int(residual),
+    }
+
+
+CASES: Final = (
+    {"rows": 1, "n": 1, "k": 1},
+    {"rows": 1, "n": 97, "k": 256, "bias": False},
+    {"rows": 7, "n": 33, "k": 17, "x_pad": 5, "out_pad": 3},
+    {"rows": 5, "n": 64, "k": 48, "residual": True},
+    {"rows": 19, "n": 31, "k": 64, "residual": True, "bias": False, "out_pad": 1},
+    {"rows": 64, "n": 256, "k": 1024, "activation": "relu"},
+    {"rows": 6, "n": 40, "k": 24, "activation": "gelu"},
+    {"rows": 6, "n": 40, "k": 24, "activation": "gelu_tanh"},
+    {"rows": 6, "n": 40, "k": 24, "activation": "silu", "out_pad": 8},
+    {"rows": 3, "n": 5, "k": 257},
+    {"rows": 4, "n": 24, "k": 64, "norm": True, "std": 3e-3},  # a variance near eps, where eps decides
+    {"rows": 17, "n": 24, "k": 1024, "norm": True, "std": 30.0},
+    {"rows": 33, "n": 40, "k": 200, "norm": True, "bias": False, "x_pad": 8},
+    {"rows": 18, "n": 20, "k": 333, "norm": True, "x_pad": 3},  # element by element
+    {"rows": 3, "n": 2501, "k": 1000, "norm": True, "activation": "relu"},  # three groups a block
+    {"rows": 17, "n": 4096, "k": 512, "residual": True},  # four
+    {"rows": 9, "n": 1500, "k": 768},  # two
+    {"rows": 8, "n": 56, "k": 2048, "norm": True},  # a warp's columns in two windows
+    {"rows": 20, "n": 56, "k": 2040, "norm": True},
+    {"rows": 20, "n": 24, "k": 4096},
+    {"rows": 7, "n": 24, "k": 4096, "norm": True},
+    {"rows": 6, "n": 40, "k": 8192, "norm": True},
+    {"rows": 35, "n": 24, "k": 8000, "norm": True, "residual": True},
+    {"rows": 10, "n": 24, "k": 9000, "residual": True},  # weights in several batches
+    {"rows": 2, "n": 16, "k": 9000, "norm": True},  # more columns than the kernel keeps gamma and beta of
+)
+
+OP: Final = REGISTRY.register(
+    Op(SPEC, reference, make_inputs, CASES, plan=plan, source=metrale_kernels.path(SPEC.name))
+)
+
+
+def thin_linear(
+    gpu: GpuBackend,
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    *,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: str,
+    gamma: int = NULL,
+    beta: int = NULL,
+    eps: float = 0.0,
+    x_stride: int | None = None,
+    out_stride: int | None = None,
+    activation: str = "none",
+    residual: bool = False,
+    stream: StreamLike = 0,
+) -> None:
+    """Enqueue a dense layer of at most `MOST_ROWS` rows from ``k`` to ``n`` features.
+
+    ``x`` is ``[rows, k]`` and ``out`` is ``[rows, n]``, rows ``x_stride`` and ``out_stride`` elements apart (None:
+    contiguous); ``weight`` is ``[n, k]``; ``bias`` is ``[n]``, or NULL for none; all of ``dtype``, which is f16 or
+    bf16. With ``gamma`` and ``beta``, both ``[k]``, it is ``LayerNorm(x)`` that is multiplied. With ``residual`` the
+    result is added to what ``out`` holds, and no activation may be named.
+
+    The kernel may start before the ones ahead of it on the stream have ended. No kernel that may still run then may
+    write ``gamma``, ``beta``, ``weight`` or ``bias``.
+
+    Raises
+    ------
+    ValueError
+        When there are too many rows, the activation is unknown or does not go with ``residual``, or only one of
+        ``gamma`` and ``beta`` is NULL.
+    """
+    if activation not in ACTIVATION_NAMES:
+        raise ValueError(f"thin_linear: activation: expected one of {ACTIVATION_NAMES}, got {activation!r}")
+    if residual and activation != "none":
+        raise ValueError(f"thin_linear: activation: expected 'none' together with residual, got {activation!r}")
+    _check_norm(gamma or None, beta or None)
+    strides = (k if x_stride is None else x_stride, n if out_stride is None else out_stride)
+    sizes = (rows, n, k, *strides, eps, ACTIVATION_NAMES.index(activation), int(residual))
+    OP.launch(gpu, dtype, (x, gamma or NULL, beta or NULL, weight, bias or NULL, out, *sizes), stream)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The benchmark of thin layers goes through on the host, and notices a wrong result."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import thin_linear
+from metrale.ops.thin_linear import OP, VARIANTS
+
+
+def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any]]:
+    command = ["thin_linear", "--device", "host", "--rows", "1", "3", "--repeats", "1", "--out", str(path)]
+    monkeypatch.setattr(sys, "argv", command)
+    code = thin_linear.main()
+    return code, json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_every_plan_of_every_layer_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, report = run(tmp_path / "a.json", monkeypatch)
+    assert (code, report["problems"]) == (0, [])
+    (width,) = thin_linear.WIDTHS["host"]
+    assert [(one["n"], one["k"]) for one in report["layers"]] == [(one.n, one.k) for one in thin_linear.layers(width)]
+    for layer in report["layers"]:
+        for case in layer["rows"].values():
+            assert len(case["thin_us"]) == len(case["thin_programmatic_us"]) == 2 * len(VARIANTS)
+            assert case["chosen"] in case["thin_us"]
+
+
+def test_a_wrong_result_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(**values: Any) -> None:
+        OP.reference(**values)
+        values["out"] += 1
+
+    monkeypatch.setattr(thin_linear, "OP", replace(OP, reference=wrong))
+    code, report = run(tmp_path / "b.json", monkeypatch)
+    assert code == 1
+    assert len(report["problems"]) == 5 * 2 * len(VARIANTS)
+    assert "q, k, v 192x64, streamed 8w: error" in report["problems"][0]
