@@ -41,6 +41,7 @@ from metrale.nllb.weights import (
 
 _TABLES: Final = {EMBEDDING: "embedding", DECODER_EMBEDDING: "decoder.embedding", HEAD: "head"}
 _POSITIONS: Final = "position_table"
+_HEAD_BIAS: Final = "head.bias"
 CROSS_KV: Final = "decoder.cross_kv"
 _POSITION_ROWS: Final = 256
 
@@ -121,8 +122,10 @@ class DeviceWeights:
 
     Attributes
     ----------
-    source_embedding, target_embedding, head : DevicePtr
-        ``[vocab, d]`` each. Those that are one matrix have one address: in the published models all three.
+    source_embedding, target_embedding : DevicePtr
+        ``[vocab, d]`` each. Those that are one matrix have one address: in the published models both, and the head's.
+    head : Dense
+        ``[head_rows, d]``, and a bias that is 0 but for the rows past the vocabulary (`ModelShape.head_rows`).
     position_table : DevicePtr
         float32 ``[position_count, d]``; row 0 is the first token's position.
     cross_kv : Dense
@@ -132,7 +135,7 @@ class DeviceWeights:
     arena: Arena
     source_embedding: DevicePtr
     target_embedding: DevicePtr
-    head: DevicePtr
+    head: Dense
     position_table: DevicePtr
     encoder: tuple[EncoderLayer, ...]
     encoder_norm: Dense
@@ -192,11 +195,18 @@ def weight_layout(shape: ModelShape) -> Layout:
         name: math.prod(extents) * shape.itemsize
         for name, extents in canonical_shapes(shape.config, shape.vocab, shape.tables).items()
     }
+    sizes[shape.tables.head] += _spare_head_elements(shape) * shape.itemsize
     layout = Layout()
     for region, names in regions(shape.config, shape.tables):
         layout.add(region, sum(sizes[name] for name in names))
+    layout.add(_HEAD_BIAS, shape.head_rows * shape.itemsize)
     layout.add(_POSITIONS, shape.position_count * shape.config.d_model * dtypes.itemsize("f32"))
     return layout
+
+
+def _spare_head_elements(shape: ModelShape) -> int:
+    """Elements of the head's rows past the vocabulary."""
+    return (shape.head_rows - shape.vocab) * shape.config.d_model
 
 
 def load_weights(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, found: WeightMap) -> DeviceWeights:
@@ -230,6 +240,9 @@ def _transfers(shape: ModelShape, checkpoint: Checkpoint, found: WeightMap, aren
             transfer = _of_tensor(shape, checkpoint, found.sources[name], at)
             at = at.offset(transfer.count * shape.itemsize)
             yield transfer
+            if name == shape.tables.head and shape.head_rows > shape.vocab:
+                yield Transfer(_spare_head_elements(shape), shape.dtype, at, lambda _, room: room.fill(0))
+    yield _of_head_bias(shape, arena[_HEAD_BIAS])
     yield _of_positions(shape, arena[_POSITIONS])
 
 
@@ -250,6 +263,13 @@ def _of_tensor(shape: ModelShape, checkpoint: Checkpoint, name: str, at: DeviceP
     if info.dtype == shape.dtype:
         return Transfer(count, shape.dtype, at, read, checkpoint.stored_at(name))
     return Transfer(count, shape.dtype, at, read_and_convert)
+
+
+def _of_head_bias(shape: ModelShape, at: DevicePtr) -> Transfer:
+    def compute(start: int, room: NDArray[Any]) -> None:
+        room[:] = np.where(np.arange(start, start + len(room)) < shape.vocab, 0, -np.inf)
+
+    return Transfer(shape.head_rows, shape.dtype, at, compute)
 
 
 def _of_positions(shape: ModelShape, at: DevicePtr) -> Transfer:
@@ -278,7 +298,7 @@ def _addresses(arena: Arena, shape: ModelShape) -> DeviceWeights:
         arena=arena,
         source_embedding=source,
         target_embedding=target,
-        head=head,
+        head=Dense(head, arena[_HEAD_BIAS]),
         position_table=arena[_POSITIONS],
         encoder=tuple(
             EncoderLayer(**{part: dense(f"encoder.{index}.{part}") for part in encoder_parts})

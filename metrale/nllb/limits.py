@@ -152,6 +152,14 @@ class ModelShape:
         return LogitsArena.padded(self.vocab)
 
     @property
+    def head_rows(self) -> int:
+        """Rows of the head's matrix: as many as a logits row has elements, as products of such widths are faster.
+
+        Those past the vocabulary are zeros, and their bias is minus infinity, which is what a row's padding holds.
+        """
+        return self.logits_stride
+
+    @property
     def prefix_rows(self) -> int:
         """Rows of the largest decoder pass of a prefill: the two prefix tokens of every sequence."""
         return 2 * self.limits.max_batch
