@@ -12,10 +12,11 @@ from cupy.cuda import driver
 
 from gpu_runtime import checks
 from gpu_runtime.backend import NULL
+from gpu_runtime.cuda import nvrtc
 from gpu_runtime.cuda.blas import Blas
 from gpu_runtime.cuda.device import check_device, limits_of, name_of, native_arch
 from gpu_runtime.cuda.driver import CUDA_ERRORS, failure
-from gpu_runtime.cuda.kernels import CudaKernel, Kernels, check_resident, launch_with_attributes, pack
+from gpu_runtime.cuda.kernels import CudaKernel, Kernels, check_resident, launch_cooperative, pack
 from gpu_runtime.cuda.memory_calls import MemoryCalls
 from gpu_runtime.cuda.products import Product, Products, addresses_of, refuse_overlap, spans_of
 from gpu_runtime.errors import DeviceError
@@ -86,6 +87,7 @@ class CudaBackend(MemoryCalls):
         target = arch or native_arch(self._limits.compute_capability)
         self._kernels = Kernels(self._context, REGISTRY if ops is None else ops, target, cache)
         self._blas = Blas(self._context, target, cache)
+        self._waits = nvrtc.waits_for_previous(target)  # without it, no kernel may start early
         self._products = Products()
         self._debug_sync = False
         self._own = self._streams.own
@@ -130,7 +132,8 @@ class CudaBackend(MemoryCalls):
             and ((grid is packed.grid and block is packed.block) or packed.fits(grid, block))
             and shared_mem == packed.geometry[6]
             and type(stream) is type(shared_mem) is int
-            and not (cooperative or programmatic)
+            and packed.early is (programmatic and self._waits)
+            and not cooperative
         ):
             try:
                 packed.enqueue(on, packed.params, 0)
@@ -155,7 +158,10 @@ class CudaBackend(MemoryCalls):
         """Launch with everything that the usual path has no time for."""
         on = self._stream(stream)
         kernel = handle if isinstance(handle, CudaKernel) and handle.owner is self._kernels else self._known(handle)
-        packed = pack(self._context, self._limits, kernel, grid, block, shared, args, self._unwatched)
+        early = bool(programmatic) and self._waits
+        packed = pack(
+            self._context, self._limits, kernel, grid, block, shared, args, self._unwatched, early and not cooperative
+        )
         kernel.keep(packed, shared, args)
         self._ask_faults("launch", kernel.name)
         if self._traces.active:
@@ -163,10 +169,7 @@ class CudaBackend(MemoryCalls):
             self._traces.add(LaunchRecord("kernel", kernel.name, blocks, threads, stream=on))
         if cooperative:
             check_resident(self._context, self._limits, kernel, packed)
-        if cooperative or (programmatic and self._limits.compute_capability >= (9, 0)):
-            launch_with_attributes(
-                self._context, kernel, packed, on, cooperative=cooperative, programmatic=programmatic
-            )
+            launch_cooperative(self._context, kernel, packed, on, early=early)
         else:
             try:
                 self._context.call(packed.enqueue, on, packed.params, 0)

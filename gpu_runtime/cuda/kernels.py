@@ -27,6 +27,8 @@ from gpu_runtime.overlap import argument_extent, refuse_overlap
 _MOST_KEPT: Final = 2048
 """Packed launches of one entry point. Past this many, all are forgotten, which bounds the memory."""
 
+_MOST_STREAMS: Final = 16  # of which an early launch keeps what it needs; past this many it begins anew
+
 _UNASKED_SHARED: Final = 48 * 1024  # a block may have this much without asking; more needs an attribute of the function
 
 
@@ -39,7 +41,7 @@ class Packed:
     geometry : tuple of int
         Grid x, y, z, block x, y, z and shared bytes, as ``cuLaunchKernel`` takes them.
     enqueue : callable
-        ``cuLaunchKernel`` with the function and the geometry filled in; it takes the stream, ``params`` and 0.
+        ``cuLaunchKernel`` or `EarlyLaunch` with function and geometry filled in; it takes the stream, ``params``, 0.
     params : int
         Address of the array of pointers to the arguments.
     memory : object
@@ -50,6 +52,8 @@ class Packed:
         As the caller gave them, if they cannot change.
     issued : object
         The pass of the backend that checked it.
+    early : bool
+        Whether the kernel may start before the one ahead of it ends.
     """
 
     geometry: tuple[int, int, int, int, int, int, int]
@@ -60,6 +64,7 @@ class Packed:
     grid: Dim3
     block: Dim3
     issued: object
+    early: bool
 
     def fits(self, grid: Dim3, block: Dim3) -> bool:
         """Return whether a grid and a block are plain ints, or tuples of them, that are equal to this launch's."""
@@ -162,6 +167,7 @@ def pack(
     shared: int,
     args: Sequence[Any],
     issued: object,
+    early: bool,
 ) -> Packed:
     """Check a launch and pack its arguments to the C types of the op's spec. Raises ValueError and TypeError."""
     blocks, threads = check_geometry(grid, block, shared, limits)
@@ -176,13 +182,14 @@ def pack(
     geometry = (*blocks, *threads, shared)
     return Packed(
         geometry,
-        enqueue=partial(driver.launchKernel, kernel.function, *geometry),
+        enqueue=EarlyLaunch(kernel.function, geometry) if early else partial(driver.launchKernel, kernel.function, *geometry),
         params=ctypes.addressof(params),
         memory=(cells, params),
         types=tuple(map(type, args)),
         grid=grid if _plain(grid) else blocks,
         block=block if _plain(block) else threads,
         issued=issued,
+        early=early,
     )
 
 
@@ -214,18 +221,17 @@ def check_resident(context: Context, limits: Limits, kernel: CudaKernel, packed:
         )
 
 
-def launch_with_attributes(
-    context: Context, kernel: CudaKernel, packed: Packed, stream: int, *, cooperative: bool, programmatic: bool
-) -> None:
-    """Launch with what ``cuLaunchKernel`` cannot express: starting before the kernel ahead has ended."""
+def _launch_config(
+    geometry: tuple[int, int, int, int, int, int, int], stream: int, *, cooperative: bool, early: bool
+) -> Any:
+    """Return what ``cuLaunchKernelEx`` takes for a geometry, a stream, and what ``cuLaunchKernel`` cannot express."""
     config = bindings.CUlaunchConfig()
-    grid_block_shared = packed.geometry
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid_block_shared[:3]
-    config.blockDimX, config.blockDimY, config.blockDimZ = grid_block_shared[3:6]
-    config.sharedMemBytes = grid_block_shared[6]
+    config.gridDimX, config.gridDimY, config.gridDimZ = geometry[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = geometry[3:6]
+    config.sharedMemBytes = geometry[6]
     config.hStream = bindings.CUstream(stream)
     attributes = []
-    if programmatic:
+    if early:
         attribute = bindings.CUlaunchAttribute()
         attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
@@ -237,5 +243,33 @@ def launch_with_attributes(
         attributes.append(attribute)
     config.attrs = attributes
     config.numAttrs = len(attributes)
+    return config
+
+
+class EarlyLaunch:
+    """``cuLaunchKernelEx`` of one function and geometry, to start before the kernel ahead has ended.
+
+    It takes what is left of the arguments of ``cuLaunchKernel``, and raises as CuPy's does.
+    """
+
+    def __init__(self, function: int, geometry: tuple[int, int, int, int, int, int, int]) -> None:
+        self._function = bindings.CUfunction(function)
+        self._geometry = geometry
+        self._configs: dict[int, Any] = {}  # by stream; nothing changes one that is here, so threads may share it
+
+    def __call__(self, stream: int, params: int, extra: int) -> None:
+        config = self._configs.get(stream)
+        if config is None:
+            if len(self._configs) >= _MOST_STREAMS:
+                self._configs.clear()
+            config = self._configs[stream] = _launch_config(self._geometry, stream, cooperative=False, early=True)
+        (status,) = bindings.cuLaunchKernelEx(config, self._function, params, extra)
+        if status != bindings.CUresult.CUDA_SUCCESS:
+            raise driver.CUDADriverError(int(status))
+
+
+def launch_cooperative(context: Context, kernel: CudaKernel, packed: Packed, stream: int, *, early: bool) -> None:
+    """Launch such that all blocks are resident at once."""
+    config = _launch_config(packed.geometry, stream, cooperative=True, early=early)
     with context.current():
         attempt_binding(bindings.cuLaunchKernelEx, config, bindings.CUfunction(kernel.function), packed.params, 0)

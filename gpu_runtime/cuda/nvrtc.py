@@ -68,6 +68,12 @@ def supported_archs() -> tuple[int, ...]:
     return tuple(int(arch) for arch in _library().getSupportedArchs())
 
 
+def waits_for_previous(arch: str) -> bool:
+    """Return whether kernels compiled for ``arch`` have ``griddepcontrol``: from compute capability 9.0 on."""
+    number = re.search(r"\d+", arch)
+    return number is not None and int(number[0]) >= 90
+
+
 def compile_source(text: str, name: str, arch: str, *, cache: Path | None) -> bytes:
     """Compile a kernel source, or return what an earlier call made of the very same one.
 

@@ -38,13 +38,20 @@ __device__ __forceinline__ uint4 load_once(const T* from, bool there) {
     return pack;
 }
 
-// A pack of what the kernel ahead wrote, past the L1, which may hold what was there before. Else as `load_once`.
+// A pack of what the kernel ahead wrote, past the L1, which may hold what was there before. `pack` keeps what it holds
+// unless `there`.
 template <typename T>
-__device__ __forceinline__ uint4 load_fresh(const T* from, bool there) {
-    uint4 pack = make_uint4(0, 0, 0, 0);
+__device__ __forceinline__ void load_over(uint4& pack, const T* from, bool there) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                  : "+r"(pack.x), "+r"(pack.y), "+r"(pack.z), "+r"(pack.w)
                  : "l"(from), "r"(static_cast<unsigned>(there)));
+}
+
+// The same, and 0 unless `there`.
+template <typename T>
+__device__ __forceinline__ uint4 load_fresh(const T* from, bool there) {
+    uint4 pack = make_uint4(0, 0, 0, 0);
+    load_over(pack, from, there);
     return pack;
 }
 
@@ -59,7 +66,16 @@ __device__ __forceinline__ T load_fresh_element(const T* from, bool there) {
     return element;
 }
 
-// A pack of 16-bit elements from any address, element by element; past `count` elements it is 0.
+// A pack from any address, element by element; past `count` elements it is 0.
+__device__ __forceinline__ uint4 gather_fresh(const float* from, int count) {
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        words[i] = i < count ? __float_as_uint(*static_cast<const volatile float*>(from + i)) : 0;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 template <typename T>
 __device__ __forceinline__ uint4 gather_fresh(const T* from, int count) {
     unsigned words[4] = {};

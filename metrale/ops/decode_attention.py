@@ -47,20 +47,27 @@ SPEC: Final = OpSpec(
         scalar("scale", "f32"),
         scalar("ancestry_rows", "i32"),
         scalar("ancestry_capacity", "i32"),
+        scalar("fresh", "i32"),
     ),
     tolerance=inputs.ATTENTION,
     indirect=True,
 )
 
-WARPS: Final = 4
-"""Warps of a block; each keeps a running maximum, sum and weighted value of the keys that it takes. Part of the order
-in which a row is summed, so the same for every launch."""
+SPLITS: Final = 8
+"""Parts, at most, that a row's keys are taken in: as many warps can share them. Part of the order in which a row is
+summed, so the same for every launch."""
+
+_SPREAD: Final = 16  # warps that a multiprocessor wants: with fewer pairs, several warps share one's keys
+_SIDE_BY_SIDE: Final = 4  # pairs of a block, where each has a warp
+
+UNKNOWN: Final = -1
+"""``fresh`` where anything may have been written just now."""
 
 MOST_HEAD_DIM: Final = 256
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
-    """One block a row and head, in grid x. Shared memory holds each warp's part of the result, whatever the lengths.
+    """Give each row and head, or pair, a warp; the fewer pairs there are, the more warps share each, up to `SPLITS`.
 
     Raises
     ------
@@ -69,11 +76,16 @@ def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     """
     if dims["head_dim"] > MOST_HEAD_DIM:
         raise ValueError(f"decode_attention: head_dim: expected at most {MOST_HEAD_DIM}, got {dims['head_dim']}")
+    pairs, warps = dims["rows"] * dims["heads"], SPLITS
+    while warps > 1 and pairs * warps > _SPREAD * limits.sm_count:
+        warps //= 2
+    each = _SIDE_BY_SIDE if warps == 1 else 1
     return LaunchPlan(
         SPEC.entry(dtype),
-        (dims["rows"] * dims["heads"], 1, 1),
-        (WARPS * limits.warp_size, 1, 1),
-        WARPS * (dims["head_dim"] + 2) * 4,
+        (-(-pairs // each), 1, 1),
+        (limits.warp_size, warps, each),
+        each * SPLITS * (dims["head_dim"] + 2) * 4,
+        programmatic=True,
     )
 
 
@@ -97,6 +109,7 @@ def reference(
     scale: float,
     ancestry_rows: int,
     ancestry_capacity: int,
+    fresh: int,
 ) -> None:
     """Scores, softmax and weighted sum in float32; keys past a row's length have weight 0."""
     if lengths.min() < 1:
@@ -195,6 +208,7 @@ def make_inputs(
     spread: float = 1.0,
     regular: bool = True,
     beams: tuple[int, ...] = (),
+    fresh: int = UNKNOWN,
 ) -> Inputs:
     """``beams[r]`` is how many beams share a row's span; 0, or no ``beams`` at all: the row has no ancestry."""
     rows, width = len(lengths), heads * head_dim
@@ -220,6 +234,7 @@ def make_inputs(
         "scale": head_dim**-0.5,
         "ancestry_rows": 0 if ancestry is None else len(ancestry),
         "ancestry_capacity": 0 if ancestry is None else ancestry.shape[1],
+        "fresh": fresh,
     }
 
 
@@ -251,6 +266,9 @@ CASES: Final = (
     {"lengths": (66, 40), "heads": 1, "head_dim": 101, "beams": (3, 0), "regular": False},
     {"lengths": (37, 3), "heads": 2, "head_dim": 200, "beams": (2, 6)},
     {"lengths": (3, 2), "heads": 1, "head_dim": 128, "beams": (0, 0)},  # ancestries that no row asks for
+    {"lengths": (33, 300, 1, 32, 600), "heads": 16, "head_dim": 64, "fresh": 1},
+    {"lengths": (33, 2, 300), "heads": 90, "head_dim": 64, "fresh": 2, "beams": (3, 0, 2)},
+    {"lengths": (7, 40, 33, 64, 129, 1) * 20, "heads": 19, "head_dim": 16, "fresh": 0},  # a warp for each pair, and a rest
 )
 
 OP: Final = REGISTRY.register(
@@ -279,6 +297,7 @@ def decode_attention(
     beam_positions: int = NULL,
     ancestry_rows: int = 0,
     ancestry_capacity: int = 0,
+    fresh: int = UNKNOWN,
     stream: StreamLike = 0,
 ) -> None:
     """Enqueue the attention of ``rows`` queries.
@@ -293,6 +312,10 @@ def decode_attention(
     position ``p`` of the row is position ``p`` of beam ``a[p]``. A row with an index less than 0 has its positions one
     after the other, and its ``beam_positions`` may be anything. How keys are reached does not change a row's bits.
 
+    The kernel may start before the one ahead of it on the stream has ended. With ``fresh`` of 0 or more it then reads
+    all but ``q`` and the last ``fresh`` positions of each row: nothing else may be written by a kernel that is still
+    under way, which may be any since the last launch that was not to start early, copy, or beginning of a graph.
+
     Raises
     ------
     ValueError
@@ -300,5 +323,5 @@ def decode_attention(
     """
     _check_ancestry(ancestry or None, ancestry_index or None, beam_positions or None)
     tables = (spans, lengths, ancestry, ancestry_index, beam_positions)
-    sizes = (rows, heads, head_dim, q_stride, k_offset, v_offset, kv_stride, scale, ancestry_rows, ancestry_capacity)
+    sizes = (rows, heads, head_dim, q_stride, k_offset, v_offset, kv_stride, scale, ancestry_rows, ancestry_capacity, fresh)
     OP.launch(gpu, dtype, (q, *tables, out, *sizes), stream)
