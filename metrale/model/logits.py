@@ -19,8 +19,8 @@ class ModelLogits(ABC):
     """Logits rows and what can be learnt of them.
 
     Row ``i`` of the logits arena lies ``i * logits_row_bytes()`` bytes after row 0. Its first ``vocab_size()`` elements
-    are logits; the padding after them is -inf. A row's bytes are there once ``logits_event(ptr)`` has happened: the
-    reading calls below wait for it by themselves.
+    are logits; the padding after them is -inf, or NaN in a row whose logits are not finite. A row's bytes are there
+    once ``logits_event(ptr)`` has happened: the reading calls below wait for it by themselves.
     """
 
     @abstractmethod

@@ -123,9 +123,9 @@ class DeviceWeights:
     Attributes
     ----------
     source_embedding, target_embedding : DevicePtr
-        ``[vocab, d]`` each. Those that are one matrix have one address: in the published models both, and the head's.
+        ``[vocab, d]`` each. Those that are one matrix have one address; in the published models it is the head's too.
     head : Dense
-        ``[head_rows, d]``, and a bias that is 0 but for the rows past the vocabulary (`ModelShape.head_rows`).
+        ``[head_rows, d]`` (`ModelShape.head_rows`): zeros past the vocabulary. Its bias is 0, and minus infinity there.
     position_table : DevicePtr
         float32 ``[position_count, d]``; row 0 is the first token's position.
     cross_kv : Dense
@@ -240,8 +240,8 @@ def _transfers(shape: ModelShape, checkpoint: Checkpoint, found: WeightMap, aren
             transfer = _of_tensor(shape, checkpoint, found.sources[name], at)
             at = at.offset(transfer.count * shape.itemsize)
             yield transfer
-            if name == shape.tables.head and shape.head_rows > shape.vocab:
-                yield Transfer(_spare_head_elements(shape), shape.dtype, at, lambda _, room: room.fill(0))
+            if name == shape.tables.head:
+                yield _of_spare_head(shape, at)
     yield _of_head_bias(shape, arena[_HEAD_BIAS])
     yield _of_positions(shape, arena[_POSITIONS])
 
@@ -263,6 +263,10 @@ def _of_tensor(shape: ModelShape, checkpoint: Checkpoint, name: str, at: DeviceP
     if info.dtype == shape.dtype:
         return Transfer(count, shape.dtype, at, read, checkpoint.stored_at(name))
     return Transfer(count, shape.dtype, at, read_and_convert)
+
+
+def _of_spare_head(shape: ModelShape, at: DevicePtr) -> Transfer:
+    return Transfer(_spare_head_elements(shape), shape.dtype, at, lambda _, room: room.fill(0))
 
 
 def _of_head_bias(shape: ModelShape, at: DevicePtr) -> Transfer:

@@ -153,9 +153,11 @@ class ModelShape:
 
     @property
     def head_rows(self) -> int:
-        """Rows of the head's matrix: as many as a logits row has elements, as products of such widths are faster.
+        """Rows of the head's matrix: as many as a logits row has elements, because products of such widths are faster.
 
-        Those past the vocabulary are zeros, and their bias is minus infinity, which is what a row's padding holds.
+        Those past the vocabulary are zeros, and their bias is minus infinity, which is what the product then writes to
+        a row's padding. Of a hidden state that is not finite it makes NaN there, as zero times infinity is NaN; the
+        logits of such a row are not finite either.
         """
         return self.logits_stride
 

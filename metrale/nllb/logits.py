@@ -50,7 +50,7 @@ class LogitsRows:
             raise
 
     def _clear(self) -> None:
-        """Set every element to minus infinity, as products do with the padding columns."""
+        """Set every element to minus infinity, so that rows that nobody has written have no logit to choose."""
         arena = self.arena
         self._gpu.copy_h2d(np.full(arena.row_elements, -np.inf, dtype=dtypes.NUMPY[arena.dtype]), arena.base)
         filled = 1

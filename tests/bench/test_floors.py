@@ -218,7 +218,8 @@ def test_a_step_reads_each_weight_of_the_decoder_once(model: NllbModel) -> None:
     assert norms == 3 * TINY.layers + 1
     rows = size * d * (2 + 4)  # of the embedding, and of the positions, which are float32
     others = weights("encoder_attn.k_proj", "encoder_attn.v_proj")
-    assert whole.weights == weights("model.decoder", "shared") - others + rows
+    head = model.logits_row_bytes() * (d + 1)  # a row of weights, and a bias, for each element of a logits row
+    assert whole.weights == weights("model.decoder") - others + head + rows
     heads = TINY.layers * 2 * d * 2  # keys and values of a position, all layers, in bytes
     assert whole.kv == size * (SOURCE_TOKENS + 3 + 1) * heads  # two prefix tokens and this one are read, one is written
     assert floor_us(step.calls) >= whole.floor_us()
@@ -247,7 +248,7 @@ def test_launches_are_grouped_by_kind(model: NllbModel) -> None:
     assert sum(map(len, found.values())) == len(step.calls)
     assert len(found["decode_attention self", 2]) == len(found["decode_attention cross", 2]) == TINY.layers
     assert len({one.value("weight") for one in found["linear 64x64 +=", 2]}) == 2 * TINY.layers
-    assert len(found[f"linear {TINY.vocab}x{TINY.d_model}", 2]) == 1
+    assert len(found[f"linear {model.logits_row_bytes() // 2}x{TINY.d_model}", 2]) == 1
 
 
 def test_recording_leaves_the_ops_as_they_were(model: NllbModel) -> None:

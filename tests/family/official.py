@@ -79,7 +79,10 @@ def grouped(shapes: dict[str, tuple[int, ...]]) -> dict[str, list[int]]:
 
 
 def weight_bytes(config: NllbConfig, itemsize: int, positions: int) -> int:
-    """Return the bytes of the weights and of ``positions`` rows of the float32 table of positions, without gaps."""
+    """Return the bytes of the weights and of ``positions`` rows of the float32 table of positions, without gaps.
+
+    The output head has rows, and a bias, for the elements of a logits row, which are a multiple of 64.
+    """
     shapes = dict(tensor_shapes({name: getattr(config, name) for name in config.__slots__}))
     elements = 0
     for shape in shapes.values():
@@ -87,4 +90,6 @@ def weight_bytes(config: NllbConfig, itemsize: int, positions: int) -> int:
         for extent in shape:
             size *= extent
         elements += size
+    rows = -(-config.vocab_size // 64) * 64
+    elements += (rows - config.vocab_size) * config.d_model + rows
     return elements * itemsize + positions * config.d_model * 4

@@ -82,7 +82,7 @@ FAMILY_MUTANTS: list[Mutant] = [
         _TABLES,
         ("for name in shape.tables)", "for name in reversed(shape.tables))"),
         ("target_embedding=target", "target_embedding=source"),
-        ("head=head", "head=target"),
+        ("head=Dense(head,", "head=Dense(target,"),
         ("canonical_shapes(shape.config, shape.vocab, shape.tables)", "canonical_shapes(shape.config, shape.vocab)"),
         (
             "    for region, names in regions(shape.config, shape.tables):\n        layout",
@@ -94,7 +94,7 @@ FAMILY_MUTANTS: list[Mutant] = [
         "metrale.nllb.decoder",
         _NUMBERS,
         ("weights.target_embedding", "weights.source_embedding"),
-        ("self._weights.head", "self._weights.target_embedding"),
+        ("self._weights.head.weight", "self._weights.target_embedding"),
     ),
     *rules("embeddings", "metrale.nllb.encoder", _NUMBERS, ("weights.source_embedding", "weights.target_embedding")),
     *rules(

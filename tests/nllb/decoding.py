@@ -199,6 +199,12 @@ def row_index(model: NllbModel, ptr: DevicePtr) -> int:
     return index
 
 
+def head_product(model: NllbModel) -> str:
+    """Return ``n x k`` of the output head's product as a trace of launches has it: elements of a logits row, width."""
+    elements = model.logits_row_bytes() // dtypes.itemsize(dtypes.short_name(model.logits_dtype()))
+    return f"{elements}x{model.shape.config.d_model}"
+
+
 def changed_rows(before: NDArray[Any], after: NDArray[Any]) -> list[int]:
     """Return in which rows two states of the arena differ."""
     return [row for row in range(len(before)) if before[row].tobytes() != after[row].tobytes()]

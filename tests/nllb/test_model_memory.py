@@ -58,12 +58,15 @@ def test_the_plan_is_what_is_allocated(gpu: GpuBackend, tiny_folder: Path, dtype
 
 
 def test_the_plan_of_the_demo_model() -> None:
-    """10,797,312 parameters, 6 KiB of KV a position (3 layers, 2 * 256 floats), rows of 8,256 logits."""
+    """10,797,312 parameters, 6 KiB of KV a position (3 layers, 2 * 256 floats), rows of 8,256 logits.
+
+    The output head has as many rows, 16 more than there are ids, and a bias for each.
+    """
     plan = metrale.memory_plan(DEMO, "host", "float32", max_batch=4, max_source_len=100, max_new_tokens=60)
-    table = 100 * 256 * 4
+    table, head = 100 * 256 * 4, (16 * 256 + 8256) * 4
     assert plan.kv == 4 * (100 + 61) * 3 * 2 * 256 * 4
     assert plan.logits == 2 * 4 * 8256 * 4
-    assert 0 <= plan.weights - (10_797_312 * 4 + table) < 200 * 256  # regions begin at multiples of 256
+    assert 0 <= plan.weights - (10_797_312 * 4 + table + head) < 200 * 256  # regions begin at multiples of 256
     half = metrale.memory_plan(DEMO, "host", "bfloat16", max_batch=4, max_source_len=100, max_new_tokens=60)
     assert (half.kv, half.logits) == (plan.kv // 2, plan.logits // 2)
     assert metrale.memory_plan(DEMO, "host", max_batch=4, max_source_len=100, max_new_tokens=60) == plan

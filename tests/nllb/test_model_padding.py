@@ -21,7 +21,7 @@ from metrale.nllb.limits import ModelShape, ServingLimits
 from metrale.nllb.model import NllbModel
 from tests.nllb.backends import Padding
 from tests.nllb.conftest import MakeModel
-from tests.nllb.decoding import Case, arena, begin, block, changed_rows, prefilled, relative, sampled
+from tests.nllb.decoding import Case, arena, begin, block, changed_rows, head_product, prefilled, relative, sampled
 from tests.nllb.searching import search, select, step
 from tests.reference.tiny import tiny_config
 
@@ -106,24 +106,26 @@ def test_the_logits_are_those_of_unpadded_steps(make_tiny: MakeModel) -> None:
 
 def test_a_step_computes_the_rows_of_its_rung_and_the_head_only_its_lanes(make_tiny: MakeModel) -> None:
     model = make_tiny(max_batch=7)
+    head = head_product(model)
     seqs = [prefilled(model, case) for case in cases(7)]
     for lanes in range(1, 8):
         with model.gpu.launch_trace() as trace:
             model.decode_batch([9] * lanes, seqs[:lanes])
         products = [record.name.split("x", 1) for record in trace if record.kind == "gemm"]
-        assert {rows for rows, shape in products if shape != "97x32"} == {str(model.step_rows(lanes))}
-        assert [rows for rows, shape in products if shape == "97x32"] == [str(lanes)]
+        assert {rows for rows, shape in products if shape != head} == {str(model.step_rows(lanes))}
+        assert [rows for rows, shape in products if shape == head] == [str(lanes)]
 
 
 def test_launches_depend_on_the_rung_alone_but_for_the_head(make_tiny: MakeModel) -> None:
     """Which is what padding is for: a few captured or prepared launches serve every number of lanes."""
     model = make_tiny(max_batch=8)
+    head = head_product(model)
     seqs = [prefilled(model, case) for case in cases(8)]
     seen = set()
     for lanes in (5, 6, 7, 8):
         with model.gpu.launch_trace() as trace:
             model.decode_batch([9] * lanes, seqs[:lanes])
-        seen.add(tuple((record.name, record.grid, record.block) for record in trace if "97x32" not in record.name))
+        seen.add(tuple((record.name, record.grid, record.block) for record in trace if head not in record.name))
     assert len(seen) == 1
 
 

@@ -31,7 +31,7 @@ TWO = Case([30], 82, 83, [])
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_rows_are_padded_and_the_padding_is_minus_infinity(make_tiny: MakeModel, dtype: str) -> None:
-    """97 ids in rows of 128 elements; every forward leaves the padding alone."""
+    """97 ids in rows of 128 elements; it is there before any forward, and after each of them."""
     model = make_tiny(dtype=dtype)
     itemsize = dtypes.itemsize(dtypes.short_name(dtype))
     assert model.logits_row_bytes() == 128 * itemsize
