@@ -4,17 +4,21 @@
 //
 // Layout     logits: T, [rows, vocab], rows `stride` elements apart; ids, flags: int, [rows]. The alignment of one element
 //            is enough; rows at multiples of 16 bytes are read in packs.
-// Launch     grid x = rows; block = whole warps, at most 1,024 threads; static shared memory.
+// Launch     grid x = rows; block = whole warps, at most 1,024 threads; static shared memory. May begin before the kernel
+//            ahead has ended.
 // Aliasing   none.
 // Numbers    Comparisons alone. The lowest index wins a tie, -0 equals 0, and NaN counts as minus infinity: a row of
 //            nothing else gives 0. vocab is at least 1; what lies between rows is not read.
 
+#include "common/dependent.cuh"
 #include "common/logits.cuh"
 
 template <typename T>
 __device__ __forceinline__ void argmax(const T* logits, int* ids, int* flags, int rows, int vocab, long long stride) {
     __shared__ float maxima[WARP];
     __shared__ Key keys[WARP];
+    let_next_begin();
+    wait_for_previous();
     const int r = blockIdx.x;
     if (r >= rows) {
         return;

@@ -5,16 +5,19 @@
 // Layout     src: T, [rows, width], rows `src_stride` elements apart; spans: device addresses, [rows]; positions: int,
 //            [rows]. The row lands `positions[r] * kv_stride + offset` elements after spans[r]. The alignment of one
 //            element is enough; packs are moved whole where a row's two addresses are multiples of 16 bytes.
-// Launch     grid x = rows; block = whole warps, at most 256 threads; no shared memory.
+// Launch     grid x = rows; block = whole warps, at most 256 threads; no shared memory. May begin before the kernel ahead
+//            has ended.
 // Aliasing   none; two rows with the same target race.
 // Numbers    A copy, bit for bit.
 // Undefined  an address or position outside the memory of a span: foreign memory is written.
 
-#include "common/element.cuh"
+#include "common/dependent.cuh"
 
 template <typename T>
 __device__ __forceinline__ void kv_scatter(const T* src, const unsigned long long* spans, const int* positions, int rows,
                                            int width, long long src_stride, long long offset, long long kv_stride) {
+    let_next_begin();
+    wait_for_previous();
     const long long row = blockIdx.x;
     if (row >= rows) {
         return;

@@ -4,7 +4,8 @@
 //
 // Layout     x, out: [rows, width]; weight, bias: [width]; T, contiguous. The alignment of one element is enough; packs
 //            are moved whole where all addresses are multiples of 16 bytes and width is a multiple of a pack.
-// Launch     grid x = rows; block = whole warps, at most 1,024 threads; static shared memory.
+// Launch     grid x = rows; block = whole warps, at most 1,024 threads; static shared memory. May begin before the kernel
+//            ahead has ended, if nothing that is still under way writes weight or bias.
 // Aliasing   out may be x: a thread reads a pack before it writes it, and no thread reads another's.
 // Numbers    The mean first, then the variance of the centred row; both sums in float, in an order that depends on width
 //            and block alone.
@@ -12,7 +13,7 @@
 // With a thread for each pack a row is read once and stays in registers. What a wider row has beyond the block's first
 // packs is read again for the variance and for the result.
 
-#include "common/element.cuh"
+#include "common/dependent.cuh"
 #include "common/reduce.cuh"
 
 template <typename T>
@@ -50,8 +51,10 @@ template <typename T>
 __device__ __forceinline__ void layer_norm(const T* x, const T* weight, const T* bias, T* out, int rows, int width,
                                            float eps) {
     __shared__ float partial[2][WARP];
+    let_next_begin();
     const long long row = blockIdx.x;
     if (row >= rows) {
+        wait_for_previous();
         return;
     }
     const bool whole = width % PACK<T> == 0 && aligned16(x) && aligned16(weight) && aligned16(bias) && aligned16(out);
@@ -63,16 +66,19 @@ __device__ __forceinline__ void layer_norm(const T* x, const T* weight, const T*
     float values[PACK<T>] = {};
     float scales[PACK<T>] = {};
     float shifts[PACK<T>] = {};
-    if (first < width) {  // all loads at once: the weights arrive while the sums are formed
-        load_pack(x + first, width - first, whole, values);
+    if (first < width) {
         load_pack(weight + first, width - first, whole, scales);
         load_pack(bias + first, width - first, whole, shifts);
+    }
+    wait_for_previous();
+    if (first < width) {
+        load_fresh_pack(x + first, width - first, whole, values);
     }
     float more[PACK<T>];
     float sum = sum_of<T>(values);
 #pragma unroll 1
     for (int column = first + step; column < width; column += step) {
-        load_pack(x + column, width - column, whole, more);
+        load_fresh_pack(x + column, width - column, whole, more);
         sum += sum_of<T>(more);
     }
     const float mean = block_reduce<Sum>(sum, partial[0]) / static_cast<float>(width);
@@ -80,7 +86,7 @@ __device__ __forceinline__ void layer_norm(const T* x, const T* weight, const T*
     float square = squares_of<T>(values, width - first, mean);
 #pragma unroll 1
     for (int column = first + step; column < width; column += step) {
-        load_pack(x + column, width - column, whole, more);
+        load_fresh_pack(x + column, width - column, whole, more);
         square += squares_of<T>(more, width - column, mean);
     }
     const float variance = block_reduce<Sum>(square, partial[1]) / static_cast<float>(width);
@@ -92,7 +98,7 @@ __device__ __forceinline__ void layer_norm(const T* x, const T* weight, const T*
     }
 #pragma unroll 1
     for (int column = first + step; column < width; column += step) {
-        load_pack(x + column, width - column, whole, more);
+        load_fresh_pack(x + column, width - column, whole, more);
         load_pack(weight + column, width - column, whole, scales);
         load_pack(bias + column, width - column, whole, shifts);
         normalise<T>(more, scales, shifts, mean, scale);

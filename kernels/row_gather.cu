@@ -10,7 +10,7 @@
 // Numbers    A copy, bit for bit.
 // Undefined  an index outside [0, src_rows): memory outside src is read.
 
-#include "common/element.cuh"
+#include "common/dependent.cuh"
 
 template <typename T>
 __device__ __forceinline__ void row_gather(const T* src, const int* index, T* out, int rows, int width,

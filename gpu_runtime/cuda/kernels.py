@@ -182,7 +182,9 @@ def pack(
     geometry = (*blocks, *threads, shared)
     return Packed(
         geometry,
-        enqueue=EarlyLaunch(kernel.function, geometry) if early else partial(driver.launchKernel, kernel.function, *geometry),
+        enqueue=EarlyLaunch(kernel.function, geometry)
+        if early
+        else partial(driver.launchKernel, kernel.function, *geometry),
         params=ctypes.addressof(params),
         memory=(cells, params),
         types=tuple(map(type, args)),

@@ -86,4 +86,23 @@ __device__ __forceinline__ uint4 gather_fresh(const T* from, int count) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// As `load_pack`, of what the kernel ahead wrote.
+template <typename T>
+__device__ __forceinline__ void load_fresh_pack(const T* from, int count, bool whole, float (&values)[PACK<T>]) {
+    unpack(whole ? load_fresh(from, true) : gather_fresh(from, count), values, T{});
+}
+
+// Copies a row that the kernel ahead wrote, bit for bit, by all threads of a block: packs where both addresses are
+// multiples of 16 bytes.
+template <typename T>
+__device__ __forceinline__ void copy_row(T* to, const T* from, int width) {
+    const int packs = aligned16(to) && aligned16(from) ? width / PACK<T> : 0;
+    for (int pack = threadIdx.x; pack < packs; pack += blockDim.x) {
+        reinterpret_cast<uint4*>(to)[pack] = load_fresh(from + pack * PACK<T>, true);
+    }
+    for (int column = packs * PACK<T> + threadIdx.x; column < width; column += blockDim.x) {
+        to[column] = from[column];
+    }
+}
+
 #endif

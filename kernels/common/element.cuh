@@ -252,16 +252,4 @@ __device__ __forceinline__ void store_pack(T* to, int count, bool whole, const f
     }
 }
 
-// Copies a row, bit for bit, by all threads of a block: packs where both addresses are multiples of 16 bytes.
-template <typename T>
-__device__ __forceinline__ void copy_row(T* to, const T* from, int width) {
-    const int packs = aligned16(to) && aligned16(from) ? width / PACK<T> : 0;
-    for (int pack = threadIdx.x; pack < packs; pack += blockDim.x) {
-        reinterpret_cast<uint4*>(to)[pack] = reinterpret_cast<const uint4*>(from)[pack];
-    }
-    for (int column = packs * PACK<T> + threadIdx.x; column < width; column += blockDim.x) {
-        to[column] = from[column];
-    }
-}
-
 #endif

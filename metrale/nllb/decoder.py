@@ -75,6 +75,8 @@ class Pass(NamedTuple):
         Rows that have logits.
     depth : int
         Of how many rows each, the last has them.
+    fed : int
+        Rows of each sequence, and so positions that are written.
     logits : int
         Where they go; NULL leaves them out.
     searched : bool
@@ -86,6 +88,7 @@ class Pass(NamedTuple):
     rows: int
     heads: int
     depth: int
+    fed: int
     logits: int
     searched: bool
     adapted: bool
@@ -179,6 +182,7 @@ class Decoder:
             rows=len(feeds) * depth,
             heads=lanes * depth if of_all else lanes,
             depth=1 if of_all else depth,
+            fed=depth,
             logits=int(logits),
             searched=any(feed.ancestry >= 0 for feed in feeds),
             adapted=any(feed.span.adapter >= 0 for feed in feeds),
@@ -220,7 +224,7 @@ class Decoder:
         rows = self._rows(work, stream).adapted(table["adapters"], work.adapted)
         rows.embed(table["ids"], table["positions"], weights.target_embedding, weights.position_table, **cells)
         for index in range(len(weights.decoder)):
-            self._layer(rows, index, table, ancestry, observe)
+            self._layer(rows, index, table, ancestry, work.fed, observe)
         rows.norm(weights.decoder_norm, self.hidden)
         self._head(rows, work)
 
@@ -230,13 +234,14 @@ class Decoder:
         index: int,
         table: Mapping[str, DevicePtr],
         ancestry: Mapping[str, int],
+        depth: int,
         observe: Observer | None,
     ) -> None:
+        """Enqueue a layer; ``depth`` positions of each sequence are written in it."""
         config, layer = self._shape.config, self._weights.decoder[index]
         d = config.d_model
         keys = index * 2 * d  # where this layer's keys are in a KV position; its values follow them
-        rows.norm(layer.norm)
-        rows.dense(rows.h, layer.qkv, rows.wide, 3 * d)
+        rows.dense(rows.h, layer.qkv, rows.wide, 3 * d, norm=layer.norm)
         ops.kv_scatter(
             self._gpu,
             rows.wide.offset(d * self._shape.itemsize),
@@ -250,18 +255,25 @@ class Decoder:
             dtype=self._shape.dtype,
             stream=rows.stream,
         )
-        self._attend(rows, table["self_spans"], table["self_lengths"], 3 * d, keys, **ancestry)
+        self._attend(rows, table["self_spans"], table["self_lengths"], 3 * d, keys, fresh=depth, **ancestry)
         rows.add_attention(layer.out)
-        rows.norm(layer.cross_norm)
-        rows.dense(rows.h, layer.cross_q, rows.wide, d)
+        rows.dense(rows.h, layer.cross_q, rows.wide, d, norm=layer.cross_norm)
         if observe is not None:
             observe(rows, index, table)
-        self._attend(rows, table["cross_spans"], table["cross_lengths"], d, keys)
+        self._attend(rows, table["cross_spans"], table["cross_lengths"], d, keys, fresh=0)
         rows.add_attention(layer.cross_out)
         rows.add_feed_forward(layer.ffn_norm, layer.fc1, layer.fc2, config.decoder_ffn_dim)
 
     def _attend(
-        self, rows: Rows, spans: DevicePtr, lengths: DevicePtr, q_stride: int, keys: int, **ancestry: int
+        self,
+        rows: Rows,
+        spans: DevicePtr,
+        lengths: DevicePtr,
+        q_stride: int,
+        keys: int,
+        *,
+        fresh: int,
+        **ancestry: int,
     ) -> None:
         config = self._shape.config
         ops.decode_attention(
@@ -279,6 +291,7 @@ class Decoder:
             kv_stride=self._shape.kv_width,
             scale=config.decoder_head_dim**-0.5,
             dtype=self._shape.dtype,
+            fresh=fresh,
             stream=rows.stream,
             **ancestry,
         )

@@ -55,8 +55,7 @@ class Encoder:
         rows = rows.adapted(table["adapters"], bool((adapters >= 0).any()))
         rows.embed(table["ids"], table["places"], weights.source_embedding, weights.position_table)
         for layer in weights.encoder:
-            rows.norm(layer.norm)
-            rows.dense(rows.h, layer.qkv, rows.wide, 3 * config.d_model)
+            rows.dense(rows.h, layer.qkv, rows.wide, 3 * config.d_model, norm=layer.norm)
             self._attend(rows, table["offsets"], len(sources), int(lengths.max()))
             rows.add_attention(layer.out)
             rows.add_feed_forward(layer.ffn_norm, layer.fc1, layer.fc2, config.encoder_ffn_dim)

@@ -6,16 +6,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
-from gpu_runtime.backend import GpuBackend
+from gpu_runtime.backend import NULL, GpuBackend
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.nllb.device_weights import Dense, LowRank
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.workspace import GemmSpace, Workspace
+from metrale.ops.thin_linear import DTYPES as THIN_DTYPES
 
 LAYER_NORM_EPS: Final = 1e-5
 """Epsilon of every LayerNorm of the family."""
+
+THIN_ROWS: Final = 16
+THIN_WEIGHTS: Final = 1 << 22
+"""Up to so many rows, and so many elements of weights, `metrale.ops.thin_linear` is faster than the library's product
+(measured on an H200; docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +125,21 @@ class Rows:
         n: int,
         k: int | None = None,
         *,
+        norm: Dense | None = None,
         activation: str = "none",
         residual: bool = False,
     ) -> None:
-        """Multiply ``source`` (``[count, k]``; ``k`` is ``d`` when None) into ``out`` (``[count, n]``)."""
+        """Multiply ``source`` (``[count, k]``; ``k`` is ``d`` when None) into ``out`` (``[count, n]``).
+
+        With ``norm`` it is ``x`` that is normalised first, and ``source`` is where that may go: ``h``.
+        """
         k = self.shape.config.d_model if k is None else k
         low_rank = None if self.adapters.is_null else weights.low_rank
+        if low_rank is None and self._is_thin(n, k):
+            self._thin(source, weights, out, n, k, norm, activation, residual)
+            return
+        if norm is not None:
+            self.norm(norm, source)
         ops.linear(
             self.gpu,
             source,
@@ -143,6 +158,38 @@ class Rows:
         )
         if low_rank is not None:
             self._add_low_rank(source, low_rank, out, k, activation)
+
+    def _is_thin(self, n: int, k: int) -> bool:
+        return self.count <= THIN_ROWS and n * k <= THIN_WEIGHTS and self.shape.dtype in THIN_DTYPES
+
+    def _thin(
+        self,
+        source: DevicePtr,
+        weights: Dense,
+        out: DevicePtr,
+        n: int,
+        k: int,
+        norm: Dense | None,
+        activation: str,
+        residual: bool,
+    ) -> None:
+        ops.thin_linear(
+            self.gpu,
+            source if norm is None else self.x,
+            weights.weight,
+            weights.bias,
+            out,
+            rows=self.count,
+            n=n,
+            k=k,
+            gamma=NULL if norm is None else norm.weight,
+            beta=NULL if norm is None else norm.bias,
+            eps=LAYER_NORM_EPS,
+            dtype=self.shape.dtype,
+            activation=activation,
+            residual=residual,
+            stream=self.stream,
+        )
 
     def _add_low_rank(self, source: DevicePtr, weights: LowRank, out: DevicePtr, k: int, activation: str) -> None:
         """Add what the rows' adapters give to the product ``out`` of ``source``, and apply the activation to all."""
@@ -186,6 +233,5 @@ class Rows:
     def add_feed_forward(self, norm: Dense, fc1: Dense, fc2: Dense, width: int) -> None:
         """Add the feed-forward block of ``x`` to ``x``."""
         config = self.shape.config
-        self.norm(norm)
-        self.dense(self.h, fc1, self.wide, width, activation=config.activation_function)
+        self.dense(self.h, fc1, self.wide, width, norm=norm, activation=config.activation_function)
         self.dense(self.wide, fc2, self.x, config.d_model, width, residual=True)

@@ -34,7 +34,9 @@ SPEC: Final = OpSpec(
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     """One block a row, a thread for each 16 bytes, in whole warps, at most 1,024."""
     warps = -(-dims["vocab"] * dtypes.itemsize(dtype) // (16 * limits.warp_size))
-    return LaunchPlan(SPEC.entry(dtype), (dims["rows"], 1, 1), (limits.warp_size * min(warps, 32), 1, 1))
+    return LaunchPlan(
+        SPEC.entry(dtype), (dims["rows"], 1, 1), (limits.warp_size * min(warps, 32), 1, 1), programmatic=True
+    )
 
 
 def reference(*, logits: Array, ids: Array, flags: Array, rows: int, vocab: int, stride: int) -> None:

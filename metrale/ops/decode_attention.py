@@ -268,7 +268,12 @@ CASES: Final = (
     {"lengths": (3, 2), "heads": 1, "head_dim": 128, "beams": (0, 0)},  # ancestries that no row asks for
     {"lengths": (33, 300, 1, 32, 600), "heads": 16, "head_dim": 64, "fresh": 1},
     {"lengths": (33, 2, 300), "heads": 90, "head_dim": 64, "fresh": 2, "beams": (3, 0, 2)},
-    {"lengths": (7, 40, 33, 64, 129, 1) * 20, "heads": 19, "head_dim": 16, "fresh": 0},  # a warp for each pair, and a rest
+    {
+        "lengths": (7, 40, 33, 64, 129, 1) * 20,
+        "heads": 19,
+        "head_dim": 16,
+        "fresh": 0,
+    },  # a warp for each pair, and a rest
 )
 
 OP: Final = REGISTRY.register(
@@ -323,5 +328,17 @@ def decode_attention(
     """
     _check_ancestry(ancestry or None, ancestry_index or None, beam_positions or None)
     tables = (spans, lengths, ancestry, ancestry_index, beam_positions)
-    sizes = (rows, heads, head_dim, q_stride, k_offset, v_offset, kv_stride, scale, ancestry_rows, ancestry_capacity, fresh)
+    sizes = (
+        rows,
+        heads,
+        head_dim,
+        q_stride,
+        k_offset,
+        v_offset,
+        kv_stride,
+        scale,
+        ancestry_rows,
+        ancestry_capacity,
+        fresh,
+    )
     OP.launch(gpu, dtype, (q, *tables, out, *sizes), stream)

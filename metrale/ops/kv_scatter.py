@@ -41,7 +41,9 @@ SPEC: Final = OpSpec(
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     """One block a row, a thread for each 16 bytes, in whole warps, at most 256."""
     warps = -(-dims["width"] * dtypes.itemsize(dtype) // (16 * limits.warp_size))
-    return LaunchPlan(SPEC.entry(dtype), (dims["rows"], 1, 1), (limits.warp_size * min(warps, 8), 1, 1))
+    return LaunchPlan(
+        SPEC.entry(dtype), (dims["rows"], 1, 1), (limits.warp_size * min(warps, 8), 1, 1), programmatic=True
+    )
 
 
 def reference(

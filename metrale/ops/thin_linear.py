@@ -65,6 +65,8 @@ _CHUNK: Final = 32  # columns of a chunk
 _PITCH: Final = _TILE * _GROUP + _GROUP  # floats of a group's sums
 _MOST_STAGED: Final = 8192  # columns whose gamma and beta the kernel keeps in shared memory
 
+DTYPES: Final = ("f16", "bf16")
+
 SPEC: Final = OpSpec(
     name="thin_linear",
     args=(
@@ -85,7 +87,7 @@ SPEC: Final = OpSpec(
     ),
     # One rounding; and where LayerNorm's result lies between two elements, its last bit may choose the other one.
     tolerance=Tolerance(f32=2e-6, f16=1.5 * 2**-11, bf16=1.5 * 2**-8),
-    dtypes=("f16", "bf16"),
+    dtypes=DTYPES,
     variants=tuple(VARIANTS)[1:],
 )
 
@@ -115,7 +117,7 @@ def plans(dims: Dims, dtype: str, limits: Limits) -> dict[tuple[str, int], Launc
                     (-(-n // (_GROUP * variant.groups)), 1, 1),
                     (limits.warp_size * warps, 1, 1),
                     shared_bytes(variant, warps, k),
-                    programmatic=limits.compute_capability >= (9, 0),
+                    programmatic=True,
                 )
     return found
 
