@@ -57,6 +57,12 @@ def test_every_case_is_checked_and_timed(report: dict[str, Any]) -> None:
         assert case["tokens_per_s"] > 0
         assert case["ratio_to_floor"] == pytest.approx(case["step_ms"]["median"] / case["floor_ms"], abs=0.01)
         assert case["device_step_ms"] is None, "the host runs work when it is enqueued"
+        assert case["layers"] is None, "which nobody asked for"
+        assert (case["engine_busy"] is None) == (width > 1), "the engine serves requests that choose an id in each step"
+        if width == 1:
+            assert set(case["engine_busy"]) == {"share", "gap_us", "steps"}
+            assert 0 < case["engine_busy"]["share"]["median"] <= 1
+            assert case["engine_busy"]["share"]["n"] == 2
     assert found[3, 1]["floor_ms"] > found[1, 1]["floor_ms"]
 
 
@@ -64,7 +70,7 @@ def test_five_calls_are_timed_where_nothing_else_is_said(monkeypatch: pytest.Mon
     seen: list[int] = []
 
     class Nothing:
-        def __init__(self, gpu: Any, folder: Path, dtype: str, cases: Any, runs: int, found: Any) -> None:
+        def __init__(self, gpu: Any, folder: Path, dtype: str, cases: Any, runs: int, found: Any, **_: Any) -> None:
             seen.append(runs)
 
         def entries(self, note: Any) -> Any:
@@ -148,6 +154,82 @@ def test_a_case_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
     assert greedy["check"]["passed"]
     assert greedy["total_ms"] is None
     assert searched["total_ms"] is not None
+
+
+LAUNCHES = 12 * SHAPES["tiny"].layers + 4
+"""Of a greedy step. Three copies go with it: two tables, and the ids."""
+
+
+def traced(path: Path) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Return the lines of a trace by case."""
+    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        found.setdefault((line["batch"], line["beams"]), []).append(line)
+    return found
+
+
+def test_layers_and_launches_are_shown_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("of another run\n", encoding="utf-8")
+    status, report = bench(tmp_path, "--layers", "--trace", str(trace))
+    assert status == 0
+    out, _ = capsys.readouterr()
+    lines = traced(trace)
+    assert list(lines) == CASES
+    for key, case in by_case(report).items():
+        layers = case["layers"]
+        assert layers["launches"] == LAUNCHES + (key[1] > 1)
+        assert sum(line["op"] is not None for line in lines[key]) == layers["launches"]
+        assert sum(line["kind"] == "copy" for line in lines[key]) == 3, "two tables go, and ids or flags come"
+        assert layers["floor_ms"] == pytest.approx(case["floor_ms"], rel=0.1), "it is the floor of about the same step"
+    assert out.count("a step half way") == len(CASES)
+    assert out.count("| cross-attention |") == len(CASES)
+    assert main(["bench", "--from", str(tmp_path / "out.json"), "--layers"]) == 0
+    assert capsys.readouterr().out == out
+    assert main(["bench", "--from", str(tmp_path / "out.json")]) == 0
+    assert "cross-attention" not in capsys.readouterr().out
+
+
+def test_a_trace_alone_leaves_the_table_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    status, report = bench(tmp_path, "--trace", str(trace), "--batches", "1", "--beams", "0")
+    assert status == 0
+    assert report["cases"][0]["layers"]["launches"] == LAUNCHES
+    assert len(traced(trace)[1, 1]) == LAUNCHES + 3
+    assert "cross-attention" not in capsys.readouterr().out
+
+
+def test_a_report_without_layers_has_none_to_show(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--from", str(saved), "--layers"]) == 2
+    assert "--layers: " in capsys.readouterr().err
+
+
+def test_launches_that_fail_leave_the_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> float:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr("metrale.bench.breakdown.kind_us", broken)
+    status, report = bench(tmp_path, "--layers", "--batches", "1", "--beams", "0")
+    assert status == 1
+    (case,) = report["cases"]
+    assert case["total_ms"] is not None
+    assert case["layers"] is None
+    (problem,) = report["problems"]
+    assert problem.endswith("the launches of a step were not timed: RuntimeError: no more")
+
+
+def test_launches_of_no_op_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "unseen", lambda pieces: 2)
+    status, report = bench(tmp_path, "--layers", "--batches", "1", "--beams", "0")
+    assert status == 1
+    assert report["problems"][0].endswith("2 launches of a step are of no op, and in no part of it")
+
+
+def test_a_trace_needs_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *SMALL, "--trace", str(tmp_path / "none" / "trace.jsonl")]) == 2
+    assert "none" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +392,7 @@ def test_a_peer_of_another_type_is_said(saved: Path, tmp_path: Path, capsys: pyt
         (["--from", "x.json", "--shape", "tiny"], "--shape: expected none with --from"),
         (["--from", "x.json", "y"], "MODEL: expected none with --from"),
         (["--from", "x.json", "--batches", "3"], "--batches: expected none with --from"),
+        (["--from", "x.json", "--trace", "y"], "--trace: expected none with --from"),
         (["--from", "no-such.json"], "no-such.json"),
         (["--peers", "no-such.json"], "no-such.json"),
         (["--device", "tpu"], "--device: expected auto, host, cuda or cuda:N"),
@@ -371,7 +454,8 @@ def test_a_chart_without_matplotlib_is_refused_first(
 def test_on_a_gpu_steps_are_timed_on_the_device_too(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     words = ["--device", "cuda", "--dtype", "float16", "--shape", "tiny", "--batches", "1,3", "--beams", "2", "--quick"]
-    assert main(["bench", *words, *SHORT, "--json", str(out)]) == 0
+    trace = tmp_path / "trace.jsonl"
+    assert main(["bench", *words, *SHORT, "--json", str(out), "--layers", "--trace", str(trace)]) == 0
     report = json.loads(out.read_text(encoding="utf-8"))
     assert report["device"]["kind"] == "cuda"
     assert {"driver_version", "clocks.sm"} <= set(report["device"]["nvidia_smi"])
@@ -382,3 +466,10 @@ def test_on_a_gpu_steps_are_timed_on_the_device_too(tmp_path: Path) -> None:
         assert set(case["device_step_ms"]) == set(case["host_enqueue_ms"]) == SPREAD
         assert case["device_step_ms"]["min"] > 0
         assert case["device_ratio_to_floor"] > 1
+        assert case["layers"]["graph_ms"] > case["layers"]["floor_ms"] > 0
+        if case["beams"] == 1:
+            assert 0 < case["engine_busy"]["share"]["median"] <= 1
+    for key, lines in traced(trace).items():
+        launches = [line for line in lines if line["op"] is not None]
+        assert len(launches) == by_case(report)[key]["layers"]["launches"]
+        assert all(line["grid"] and line["block"] for line in launches if line["kind"] == "kernel")

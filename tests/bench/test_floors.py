@@ -151,7 +151,7 @@ LORA: dict[str, Any] = {"rows": 4, "segments": 2, "room": 16, "adapter_count": 3
         (call("kv_scatter", rows=3, width=16), Cost(0, 3 * 8 + 3 * 4 + 3 * 16 * 2, 3 * 16 * 2)),
         (call("argmax", rows=3, vocab=100), Cost(0, 3 * 100 * 2 + 2 * 3 * 4)),
         (
-            # logits; counts, settings and seeds; ids, log-probabilities, flags and cells: not what bans and words forbid
+            # logits; counts, settings and seeds; ids, log-probabilities, flags and cells; no bans and no words
             call("sample", rows=3, vocab=100, slot_count=64, words=4, word_room=99, capacity=50, cell_count=99),
             Cost(0, 3 * 100 * 2 + 3 * (9 + 4 + 2) * 4 + 4 * 3 * 4),
         ),

@@ -14,7 +14,6 @@ from gpu_runtime import BackendUnavailable, Config, GpuBackend, open_backend
 from gpu_runtime.host import HostBackend
 from tests.backends import why_no_gpu
 
-
 VARIABLES = ("METRALE_DEVICE", "METRALE_MODEL", "METRALE_CACHE_DIR", "METRALE_NVTX")
 
 
