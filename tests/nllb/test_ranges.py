@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 import metrale
+from gpu_runtime.config import Config
+from gpu_runtime.cuda import open_cuda
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.faults import Fault
 from gpu_runtime.host import HostBackend
 from metrale.bench.beams import Searches
 from metrale.bench.decode import Batch
 from metrale.bench.protocol import Lengths
-from metrale.bench.serving import FedBatch
+from metrale.bench.serving import FedBatch, generate
 from metrale.bench.shapes import SHAPES, write_checkpoint
 from metrale.nllb.model import NllbModel
 from tests.gpu_runtime.recording import RecordedRanges
@@ -122,3 +124,16 @@ def test_without_ranges_a_model_is_as_it_is(folder: Path) -> None:
     ):
         for part in (model._passes, model._passes._decoder, model._passes._encoder, model._feed, model._logits):
             assert not any(callable(value) and hasattr(value, "__wrapped__") for value in vars(part).values())
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_the_same_under_nvtx_ranges(folder: Path) -> None:
+    found = []
+    for nvtx in (False, True):
+        with (
+            open_cuda(0, config=Config(nvtx=nvtx)) as gpu,
+            metrale.load(folder, gpu, "float32", max_batch=4, max_source_len=16, max_new_tokens=10) as model,
+        ):
+            assert (gpu.ranges is not None) == nvtx
+            found.append(generate(model, 2, 8, LENGTHS)[1])
+    assert found[0] == found[1]
