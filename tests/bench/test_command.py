@@ -17,14 +17,9 @@ from metrale.bench import beams, cases, check, measuring, running, serving
 from metrale.bench.report import NOT_TIMED
 from metrale.bench.shapes import SHAPES, write_checkpoint
 from metrale.cli import main
-from tests.bench.running import SHORT, SMALL, bench, peers_file
+from tests.bench.running import CASES, SHORT, SMALL, bench, by_case, peers_file, traced
 
 SPREAD = {"median", "min", "max", "n"}
-CASES = [(1, 1), (3, 1), (1, 2), (3, 2)]
-
-
-def by_case(report: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
-    return {(case["batch"], case["beams"]): case for case in report["cases"]}
 
 
 def test_the_report_says_what_ran_where(report: dict[str, Any]) -> None:
@@ -154,82 +149,6 @@ def test_a_case_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
     assert greedy["check"]["passed"]
     assert greedy["total_ms"] is None
     assert searched["total_ms"] is not None
-
-
-LAUNCHES = 12 * SHAPES["tiny"].layers + 4
-"""Of a greedy step. Three copies go with it: two tables, and the ids."""
-
-
-def traced(path: Path) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Return the lines of a trace by case."""
-    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-        found.setdefault((line["batch"], line["beams"]), []).append(line)
-    return found
-
-
-def test_layers_and_launches_are_shown_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("of another run\n", encoding="utf-8")
-    status, report = bench(tmp_path, "--layers", "--trace", str(trace))
-    assert status == 0
-    out, _ = capsys.readouterr()
-    lines = traced(trace)
-    assert list(lines) == CASES
-    for key, case in by_case(report).items():
-        layers = case["layers"]
-        assert layers["launches"] == LAUNCHES + (key[1] > 1)
-        assert sum(line["op"] is not None for line in lines[key]) == layers["launches"]
-        assert sum(line["kind"] == "copy" for line in lines[key]) == 3, "two tables go, and ids or flags come"
-        assert layers["floor_ms"] == pytest.approx(case["floor_ms"], rel=0.1), "it is the floor of about the same step"
-    assert out.count("a step half way") == len(CASES)
-    assert out.count("| cross-attention |") == len(CASES)
-    assert main(["bench", "--from", str(tmp_path / "out.json"), "--layers"]) == 0
-    assert capsys.readouterr().out == out
-    assert main(["bench", "--from", str(tmp_path / "out.json")]) == 0
-    assert "cross-attention" not in capsys.readouterr().out
-
-
-def test_a_trace_alone_leaves_the_table_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = tmp_path / "trace.jsonl"
-    status, report = bench(tmp_path, "--trace", str(trace), "--batches", "1", "--beams", "0")
-    assert status == 0
-    assert report["cases"][0]["layers"]["launches"] == LAUNCHES
-    assert len(traced(trace)[1, 1]) == LAUNCHES + 3
-    assert "cross-attention" not in capsys.readouterr().out
-
-
-def test_a_report_without_layers_has_none_to_show(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--from", str(saved), "--layers"]) == 2
-    assert "--layers: " in capsys.readouterr().err
-
-
-def test_launches_that_fail_leave_the_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*_: Any) -> float:
-        raise RuntimeError("no more")
-
-    monkeypatch.setattr("metrale.bench.breakdown.kind_us", broken)
-    status, report = bench(tmp_path, "--layers", "--batches", "1", "--beams", "0")
-    assert status == 1
-    (case,) = report["cases"]
-    assert case["total_ms"] is not None
-    assert case["layers"] is None
-    (problem,) = report["problems"]
-    assert problem.endswith("the launches of a step were not timed: RuntimeError: no more")
-
-
-def test_launches_of_no_op_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "unseen", lambda pieces: 2)
-    status, report = bench(tmp_path, "--layers", "--batches", "1", "--beams", "0")
-    assert status == 1
-    assert report["problems"][0].endswith("2 launches of a step are of no op, and in no part of it")
-
-
-def test_a_trace_needs_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *SMALL, "--trace", str(tmp_path / "none" / "trace.jsonl")]) == 2
-    assert "none" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
