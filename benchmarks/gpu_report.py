@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from metrale.bench.tables import median, number, ranged, table
+from metrale.bench.tables import launches_table, median, number, ranged, table
 
 Report = Mapping[str, Any]
 
@@ -100,12 +100,13 @@ def serving_table(report: Report) -> str:
                     ranged(serving["step_device_ms"]),
                     ranged(serving["host_enqueue_ms"]),
                     number(serving["busy"]),
+                    number(median(found(serving, "busy_by_events", "share"))),
                     str(serving["graph_launches_per_step"]),
                     number(serving["engine"]["tokens_per_s"]),
                 ]
             )
-    header = ["ms per step, a step ahead", "engine", "model's calls", "device alone", "host enqueues", "busy", "graphs"]
-    return table([*header, "tokens/s"], rows) if rows else ""
+    header = ["ms per step, a step ahead", "engine", "model's calls", "device alone", "host enqueues", "busy"]
+    return table([*header, "busy by events", "graphs", "tokens/s"], rows) if rows else ""
 
 
 def beams_table(report: Report) -> str:
@@ -136,28 +137,9 @@ def beams_table(report: Report) -> str:
     return table([*header, "CTranslate2", "transformers", "CTranslate2 / metrale", "tokens/s"], rows) if rows else ""
 
 
-def ops_table(part: Mapping[str, Any]) -> str:
-    """Where the time of one pass goes."""
-    rows = [
-        [
-            row["op"],
-            str(row["rows"]),
-            str(row["calls"]),
-            number(row["us"]),
-            number(row["us"] * row["calls"]),
-            number(row["floor_us"]),
-            number(row["ratio"]),
-            number((row["weight_bytes"] + row["activation_bytes"] + row["kv_bytes"]) / 1e6),
-            number(row["flop"] / 1e9),
-        ]
-        for row in sorted(part["ops"], key=lambda row: -row["us"] * row["calls"])
-    ]
-    header = ["op", "rows", "calls", "us each", "us in all", "floor us", "ratio", "MB each", "GFLOP each"]
-    sums = (
-        f"{part['launches']} launches; sum of ops {number(part['sum_of_ops_ms'])} ms, as one graph "
-        f"{number(part['graph_ms'])} ms, sum of floors {number(part['floor_ms'])} ms."
-    )
-    return f"{table(header, rows)}\n\n{sums}"
+def _tables(part: Mapping[str, Any]) -> str:
+    """Return the tables of one pass: by kind of launch, and by part of a layer where the report has that."""
+    return "\n\n".join(launches_table(part, key) for key in ("ops", "parts") if key in part)
 
 
 def ops_tables(report: Report) -> str:
@@ -166,15 +148,15 @@ def ops_tables(report: Report) -> str:
     for shape, batch, case in cases(report):
         for part, title in (("decode", "decode step"), ("encoder", "encoder")):
             if part in case:
-                parts.append(f"### {shape}, batch {batch}: {title}\n\n{ops_table(case[part])}")
+                parts.append(f"### {shape}, batch {batch}: {title}\n\n{_tables(case[part])}")
     for shape, entry in report["shapes"].items():
         for batch, case in (found(entry, "beams") or {}).items():
             for part, title in (("decode", "decoder pass"), ("select", "selection")):
                 if part in case:
                     where = f"{shape}, batch {batch}, {case['beams']} beams"
-                    parts.append(f"### {where}: {title}\n\n{ops_table(case[part])}")
+                    parts.append(f"### {where}: {title}\n\n{_tables(case[part])}")
         if "encoder_64x64" in entry:
-            parts.append(f"### {shape}: encoder, 64 x 64 tokens\n\n{ops_table(entry['encoder_64x64'])}")
+            parts.append(f"### {shape}: encoder, 64 x 64 tokens\n\n{_tables(entry['encoder_64x64'])}")
     return "\n\n".join(parts)
 
 

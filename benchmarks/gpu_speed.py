@@ -29,12 +29,13 @@ import metrale
 from benchmarks import gpu_report
 from benchmarks.peers import runner
 from gpu_runtime import GpuBackend, dtypes
-from metrale.bench import beams, serving
+from metrale.bench import beams, engine_busy, serving
 from metrale.bench.breakdown import breakdown, passes, recording
 from metrale.bench.check import check
 from metrale.bench.decode import Batch, Busy, device_times, wall_times
 from metrale.bench.floors import FLOP_PER_S, READ_BYTES_PER_S
 from metrale.bench.machine import GPU_PACKAGES, describe, describe_gpu, read_smi
+from metrale.bench.parts import places
 from metrale.bench.protocol import CHECK_SOURCES, NEW_TOKENS, RUNS, SOURCE_TOKENS, Lengths, beam_batches
 from metrale.bench.shapes import SHAPES, parameters, work_folder, write_checkpoint
 from metrale.bench.timing import Clock, Reader, ceilings, open_device
@@ -99,6 +100,7 @@ def measure_case(run: Run, model: NllbModel, size: int, clock: Clock, reader: Re
     host = case["wall"]["host_enqueue_ms"]["median"]
     case["device"] = device_times(model, size, clock, busy, host, options.repeats)
     case["serving"] = serving.measure(model, size, clock, busy, options.repeats)
+    case["serving"]["busy_by_events"] = engine_busy.measure(model, size, options.repeats)
     for problem in serving_problems(case, model):
         run.problem(f"batch {size}: {problem}")
     with Batch(model, size) as batch:
@@ -116,7 +118,8 @@ def measure_case(run: Run, model: NllbModel, size: int, clock: Clock, reader: Re
         if prefill.unseen() or step.unseen():
             run.problem(f"batch {size}: {prefill.unseen() + step.unseen()} launches are in no breakdown")
         if not options.no_ops:
-            case["decode"] = breakdown(clock, reader, step.calls, options.op_repeats)
+            where = places(model.device_weights, step.calls)
+            case["decode"] = breakdown(clock, reader, step.calls, options.op_repeats, where)
     return case
 
 

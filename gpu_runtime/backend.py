@@ -24,13 +24,23 @@ from gpu_runtime.leaving import close_at_exit
 from gpu_runtime.ledger import Allocation
 from gpu_runtime.limits import Limits
 from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.ranges import Ranges
 from gpu_runtime.streams import StreamLike
 
 NULL = DevicePtr.NULL
 
 
 class GpuBackend(abc.ABC):
-    """A device: memory, copies, launches, products, streams, events and graphs."""
+    """A device: memory, copies, launches, products, streams, events and graphs.
+
+    Attributes
+    ----------
+    ranges : Ranges or None
+        Where those who use the backend open ranges for a profiler; None: nowhere. They look when they are made, so it
+        is set before that.
+    """
+
+    ranges: Ranges | None = None
 
     def __enter__(self) -> Self:
         return self

@@ -24,18 +24,25 @@ class Config:
         ``METRALE_CACHE_DIR``: the folder for what can be made again, such as compiled kernels; by default
         ``metrale`` in ``XDG_CACHE_HOME``, or else in ``~/.cache``. None keeps nothing on disk: the case of a process
         that has none of these variables and no ``HOME``.
+    nvtx : bool
+        ``METRALE_NVTX``: whether a GPU's backend opens NVTX ranges, for Nsight Systems: not with ``0``, and with any
+        other value.
     """
 
     device: str = "auto"
     model: str | None = None
     cache: Path | None = None
+    nvtx: bool = False
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read the settings from ``environ`` (default: this process's environment). An empty value counts as unset."""
         env = os.environ if environ is None else environ
         return cls(
-            device=env.get("METRALE_DEVICE") or "auto", model=env.get("METRALE_MODEL") or None, cache=_cache_folder(env)
+            device=env.get("METRALE_DEVICE") or "auto",
+            model=env.get("METRALE_MODEL") or None,
+            cache=_cache_folder(env),
+            nvtx=env.get("METRALE_NVTX", "") not in ("", "0"),
         )
 
 

@@ -33,6 +33,8 @@ class LaunchRecord:
     nbytes : int
         Bytes that a copy or memset moves; 0 for everything else.
     stream : int
+    shared_bytes : int
+        Dynamic shared memory of a kernel's block; 0 for everything else.
     """
 
     kind: Literal["kernel", "gemm", "copy", "memset", "wait"]
@@ -41,6 +43,7 @@ class LaunchRecord:
     block: tuple[int, ...] = ()
     nbytes: int = 0
     stream: int = 0
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

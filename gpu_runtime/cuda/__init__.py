@@ -24,7 +24,7 @@ def open_cuda(device: int | None = None, *, config: Config | None = None) -> Cud
     device : int or None
         Its number; None takes the first one that can be used.
     config : Config or None
-        Where compiled kernels are kept; None reads the environment.
+        Where compiled kernels are kept, and whether there are NVTX ranges; None reads the environment.
 
     Raises
     ------
@@ -41,13 +41,14 @@ def open_cuda(device: int | None = None, *, config: Config | None = None) -> Cud
         from gpu_runtime.cuda.device import device_count
     except ImportError as error:
         raise BackendUnavailable(f"cuda: a package is missing or broken: {error}; see docs/dependencies.md") from error
-    cache = nvrtc.default_cache(config)
+    settings = config or Config.from_env()
+    cache, nvtx = nvrtc.default_cache(settings), settings.nvtx
     if device is not None:
-        return CudaBackend(device, cache=cache)
+        return CudaBackend(device, cache=cache, nvtx=nvtx)
     refusals = []
     for number in range(device_count()):
         try:
-            return CudaBackend(number, cache=cache)
+            return CudaBackend(number, cache=cache, nvtx=nvtx)
         except BackendUnavailable as error:
             refusals.append(str(error))
     raise BackendUnavailable("; ".join(refusals) or "cuda: the driver finds no GPU")

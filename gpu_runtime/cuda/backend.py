@@ -18,6 +18,7 @@ from gpu_runtime.cuda.device import check_device, limits_of, name_of, native_arc
 from gpu_runtime.cuda.driver import CUDA_ERRORS, failure
 from gpu_runtime.cuda.kernels import CudaKernel, Kernels, check_resident, launch_cooperative, pack
 from gpu_runtime.cuda.memory_calls import MemoryCalls
+from gpu_runtime.cuda.nvtx import NvtxRanges
 from gpu_runtime.cuda.products import Product, Products, addresses_of, refuse_overlap, spans_of
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.faults import Fault
@@ -60,6 +61,8 @@ class CudaBackend(MemoryCalls):
         Failures to inject.
     cache : Path or None
         Folder for compiled kernels; None keeps none.
+    nvtx : bool
+        Whether ``ranges`` are NVTX ranges, which Nsight Systems shows.
 
     Raises
     ------
@@ -78,6 +81,7 @@ class CudaBackend(MemoryCalls):
         memory_limit: int | None = None,
         faults: Sequence[Fault] = (),
         cache: Path | None = None,
+        nvtx: bool = False,
     ) -> None:
         number = checks.integer("device", device, low=0)
         check_device(number)
@@ -89,6 +93,7 @@ class CudaBackend(MemoryCalls):
         self._blas = Blas(self._context, target, cache)
         self._waits = nvrtc.waits_for_previous(target)  # without it, no kernel may start early
         self._products = Products()
+        self.ranges = NvtxRanges() if nvtx else None
         self._debug_sync = False
         self._own = self._streams.own
         self._unwatched = object()
@@ -166,7 +171,7 @@ class CudaBackend(MemoryCalls):
         self._ask_faults("launch", kernel.name)
         if self._traces.active:
             blocks, threads = packed.geometry[:3], packed.geometry[3:6]
-            self._traces.add(LaunchRecord("kernel", kernel.name, blocks, threads, stream=on))
+            self._traces.add(LaunchRecord("kernel", kernel.name, blocks, threads, stream=on, shared_bytes=shared))
         if cooperative:
             check_resident(self._context, self._limits, kernel, packed)
             launch_cooperative(self._context, kernel, packed, on, early=early)

@@ -119,7 +119,8 @@ class HostBackend(ProductCalls):
         if self._faults:
             self._ask_faults("launch", handle.name)
         if self._traces.active:
-            self._traces.add(LaunchRecord("kernel", handle.name, call.blocks, call.threads, stream=on.handle))
+            geometry = call.blocks, call.threads
+            self._traces.add(LaunchRecord("kernel", handle.name, *geometry, stream=on.handle, shared_bytes=shared_mem))
         self._enqueue(on, lambda: self._run_reference(ready))
         if self._debug_sync and on.capture is None:
             self.synchronize(stream)

@@ -145,6 +145,13 @@ __device__ __forceinline__ unsigned taint_word<bf16>(unsigned taint, unsigned wo
     return result;
 }
 
+// exp(x) for x <= 0, with a relative error of about 2^-22 times 1 - x; results below 2^-126 become 0.
+__device__ __forceinline__ float exp_of(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f));
+    return result;
+}
+
 // Whether the address is a multiple of 16 bytes.
 __device__ __forceinline__ bool aligned16(const void* address) {
     return (reinterpret_cast<unsigned long long>(address) & 15) == 0;

@@ -34,13 +34,6 @@ __device__ __forceinline__ int index_of(Key key) {
     return static_cast<int>(~static_cast<unsigned>(key));
 }
 
-// exp(x) for x <= 0, with a relative error of about 2^-22 times 1 - x; results below 2^-126 become 0.
-__device__ __forceinline__ float exp_of(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f));
-    return result;
-}
-
 // What one thread has seen of a row.
 struct Seen {
     float best = -infinity();  // the largest value

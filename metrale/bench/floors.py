@@ -47,6 +47,7 @@ BY_RULE: Final = {
     *(("beam_candidates", name) for name in ("bans", "bad_words", "history")),
     *(("beam_select", name) for name in ("values", "ids", "bans", "running", "history", "ancestry", "logps")),
     *(("beam_select", name) for name in ("pool", "state", "cells")),
+    *(("sample", name) for name in ("bans", "bad_words", "history", "cells")),
     *(("lora_down", name) for name in ("ranks", "a")),
     *(("lora_up", name) for name in ("t", "ranks", "scales", "b", "out")),
 }
@@ -65,16 +66,21 @@ TABLES: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes moved, by what they are, and operations. Costs add up."""
+    """Bytes moved, by what they are, and operations; ``written`` is how many of the bytes are written. Costs add up."""
 
     weights: int = 0
     activations: int = 0
     kv: int = 0
     flop: int = 0
+    written: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.weights + self.activations + self.kv
+
+    @property
+    def read(self) -> int:
+        return self.nbytes - self.written
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -82,6 +88,7 @@ class Cost:
             self.activations + other.activations,
             self.kv + other.kv,
             self.flop + other.flop,
+            self.written + other.written,
         )
 
     def floor_us(self, rates: Rates = H200) -> float:
@@ -149,8 +156,11 @@ def _traffic(call: Call, arg: Arg, dims: Dims) -> Cost:
     if (call.spec.name, arg.name) in GATHERED:
         sizes = (dims["rows"], *sizes[1:])
     size = math.prod(sizes) * dtypes.itemsize(call.dtype if arg.dtype == ELEMENT else arg.dtype)
-    times = arg.reads(dims) + (arg.role != "in")
-    return Cost(weights=size * times) if arg.name in WEIGHTS else Cost(activations=size * times)
+    written = size if arg.role != "in" else 0
+    moved = written + (size if arg.reads(dims) else 0)
+    if arg.name in WEIGHTS:
+        return Cost(weights=moved, written=written)
+    return Cost(activations=moved, written=written)
 
 
 def _linear(call: Call, dims: Mapping[str, int]) -> Cost:
@@ -194,7 +204,14 @@ def _packed_attention(call: Call, dims: Mapping[str, int]) -> Cost:
 
 
 def _kv_scatter(call: Call, dims: Mapping[str, int]) -> Cost:
-    return Cost(kv=dims["rows"] * dims["width"] * dtypes.itemsize(call.dtype))
+    size = dims["rows"] * dims["width"] * dtypes.itemsize(call.dtype)
+    return Cost(kv=size, written=size)
+
+
+def _sample(call: Call, dims: Mapping[str, int]) -> Cost:
+    """An id goes to its cell. Bans, words and histories are those of settings that a benchmark does not have."""
+    size = 4 * dims["rows"]
+    return Cost(activations=size, written=size)
 
 
 def _beam_select(call: Call, dims: Mapping[str, int]) -> Cost:
@@ -205,8 +222,9 @@ def _beam_select(call: Call, dims: Mapping[str, int]) -> Cost:
     count = dict(zip(GROUP_COLUMNS, call.tables["counts"].astype(np.int64).T, strict=True))
     beams, rows = count["beams"], np.where(count["fresh"], 1, count["beams"])
     candidates = 2 * rows * count["k"]
-    tables = 3 * beams * (2 * count["length"] + 1)
-    return Cost(activations=4 * int((candidates + tables + 3 * beams + 2).sum()))
+    reads = candidates + 3 * beams * count["length"] + beams + 1
+    writes = 3 * beams * (count["length"] + 1) + 2 * beams + 1
+    return Cost(activations=4 * int((reads + writes).sum()), written=4 * int(writes.sum()))
 
 
 def _ranks(call: Call) -> tuple[int, int, int]:
@@ -230,8 +248,8 @@ def _lora_up(call: Call, dims: Mapping[str, int]) -> Cost:
     held, by_row, adapted = _ranks(call)
     itemsize, width = dtypes.itemsize(call.dtype), dims["width"]
     rows = dims["rows"] if dims["activation"] else adapted
-    moved = 4 * by_row + 2 * rows * dims["segments"] * width * itemsize
-    return Cost(weights=held * width * itemsize, activations=moved, flop=2 * by_row * width)
+    out = rows * dims["segments"] * width * itemsize
+    return Cost(weights=held * width * itemsize, activations=4 * by_row + 2 * out, flop=2 * by_row * width, written=out)
 
 
 RULES: Final = {
@@ -241,6 +259,7 @@ RULES: Final = {
     "attention_weights": _attention_weights,
     "packed_attention": _packed_attention,
     "kv_scatter": _kv_scatter,
+    "sample": _sample,
     "beam_select": _beam_select,
     "lora_down": _lora_down,
     "lora_up": _lora_up,

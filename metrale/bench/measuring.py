@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 from gpu_runtime import GpuBackend
 from gpu_runtime.errors import GpuRuntimeError
-from metrale.bench import beams, decode, serving
+from metrale.bench import beams, decode, engine_busy, serving
 from metrale.bench.breakdown import recording
 from metrale.bench.cases import Case
 from metrale.bench.check import Judge
 from metrale.bench.floors import Rates, floor_us
+from metrale.bench.profile import layers, lines, profile, unseen
 from metrale.bench.protocol import Lengths, measure_ms, spread
-from metrale.bench.report import NOT_TIMED
+from metrale.bench.report import NOT_MEASURED, NOT_TIMED
 from metrale.bench.timing import FLUSH_BYTES, Clock, Reader
 from metrale.errors import MetraleError
 from metrale.nllb.model import NllbModel
@@ -25,6 +26,8 @@ READER_BYTES: Final = {"cuda": 4 << 30, "host": 1 << 20}
 """What is read to keep a device busy, and its L2 empty of weights, where there is room for so much."""
 _READER_SHARE: Final = 8
 """The part of the free memory that it may take."""
+BUSY_RUNS: Final = 3
+"""Runs of the engine at most, apart from the timed ones, in which events say how busy the device is."""
 _PACK: Final = 16  # bytes that a thread reads at once
 
 
@@ -42,6 +45,10 @@ class Bench:
         Of the floors.
     runs : int
         Timed calls of each case.
+    profiles : bool
+        Whether the launches of a step are timed as well.
+    trace : callable or None
+        What is told of each of them then, as `metrale.bench.profile.lines` has it.
     """
 
     clock: Clock
@@ -49,6 +56,8 @@ class Bench:
     busy: decode.Busy
     rates: Rates
     runs: int
+    profiles: bool = False
+    trace: Callable[[Mapping[str, Any]], None] | None = None
 
 
 @contextmanager
@@ -85,6 +94,7 @@ def measure(model: NllbModel, case: Case, dtype: str, judge: Judge, bench: Bench
         "new_tokens": case.lengths.new,
         "check": {"passed": False},
         **NOT_TIMED,
+        **NOT_MEASURED,
         "peers": {},
     }
     try:
@@ -96,8 +106,22 @@ def measure(model: NllbModel, case: Case, dtype: str, judge: Judge, bench: Bench
         entry |= (_greedy if case.beams == 1 else _searched)(model, case, bench)
         entry |= _ratios(entry)
     except (MetraleError, GpuRuntimeError, RuntimeError) as error:
-        return {**entry, **NOT_TIMED}, [f"{type(error).__name__}: {error}"[:2000]]
-    return entry, []
+        return {**entry, **NOT_TIMED, **NOT_MEASURED}, [f"{type(error).__name__}: {error}"[:2000]]
+    return entry, _profile(model, case, bench, entry) if bench.profiles else []
+
+
+def _profile(model: NllbModel, case: Case, bench: Bench, entry: dict[str, Any]) -> list[str]:
+    """Put the layers of a step into a case that is timed, and tell of its launches; return what went wrong."""
+    try:
+        pieces = profile(model, case, bench.clock, bench.reader, bench.runs)
+        entry["layers"] = layers(pieces, bench.rates)
+        if bench.trace is not None:
+            for line in lines(pieces, case, bench.rates):
+                bench.trace(line)
+    except (MetraleError, GpuRuntimeError, RuntimeError) as error:
+        return [f"the launches of a step were not timed: {type(error).__name__}: {error}"[:2000]]
+    missing = unseen(pieces)
+    return [f"{missing} launches of a step are of no op, and in no part of it"] if missing else []
 
 
 def _check_ids(model: NllbModel, case: Case, dtype: str) -> dict[str, Any]:
@@ -119,7 +143,9 @@ def _greedy(model: NllbModel, case: Case, bench: Bench) -> dict[str, Any]:
     size, lengths = case.batch, case.lengths
     times = serving.engine_times(model, size, bench.runs, lengths)
     alone = device_figures(model, size, bench, lengths) if model.gpu.limits().runs_ahead else {}
-    return {**times, **alone, "floor_ms": _floor_ms(bench, lambda: step_floor_us(model, case, bench.rates), case)}
+    floor = _floor_ms(bench, lambda: step_floor_us(model, case, bench.rates), case)
+    busy = engine_busy.measure(model, size, min(bench.runs, BUSY_RUNS), lengths)
+    return {**times, **alone, "floor_ms": floor, "engine_busy": busy}
 
 
 def device_figures(model: NllbModel, size: int, bench: Bench, lengths: Lengths) -> dict[str, Any]:

@@ -34,6 +34,9 @@ NOT_TIMED: Final = {
 }
 """The figures of a case that was not timed."""
 
+NOT_MEASURED: Final = {"engine_busy": None, "layers": None}
+"""What a case need not have: reports of before have none of it."""
+
 _KEYS: Final[Mapping[str, type]] = {
     "model": dict,
     "dtype": str,
@@ -44,6 +47,8 @@ _KEYS: Final[Mapping[str, type]] = {
     "peers": dict,
 }
 _TIMES: Final = ("step_ms", "total_ms", "one_token_ms", "device_step_ms", "host_enqueue_ms")
+_LAUNCH_SUMS: Final = ("launches", "sum_of_ops_ms", "graph_ms", "floor_ms")
+_LAUNCH_FIGURES: Final = ("calls", "us", "floor_us", "ratio", "weight_bytes", "activation_bytes", "kv_bytes", "flop")
 _COUNTS: Final = ("batch", "beams", "source_tokens", "new_tokens")
 
 
@@ -104,6 +109,7 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"axis: expected one of {', '.join(COLUMNS)}, got {told(found['axis'])}")
     for index, case in enumerate(found["cases"]):
         _check_case(f"cases[{index}]", case)
+        found["cases"][index] = {**NOT_MEASURED, **case}
     return found
 
 
@@ -120,6 +126,8 @@ def _check_case(place: str, case: object) -> None:
             require_times(f"{place}.{key}", entry[key])
         elif entry[key] is not None:
             require_number(f"{place}.{key}", entry[key])
+    if entry.get("layers") is not None:
+        _check_layers(f"{place}.layers", entry["layers"])
     for peer, theirs in entry["peers"].items():
         for key in ("step_ms", "total_ms"):
             times = require(f"{place}.peers.{peer}", theirs, dict).get(key)
@@ -128,3 +136,14 @@ def _check_case(place: str, case: object) -> None:
         for key in ("ratio_best", "ratio_median"):
             if theirs.get(key) is not None:
                 require_number(f"{place}.peers.{peer}.{key}", theirs[key], least=-math.inf)
+
+
+def _check_layers(place: str, layers: object) -> None:
+    entry = require(place, layers, dict)
+    for key in _LAUNCH_SUMS:
+        require_number(f"{place}.{key}", entry.get(key), least=-math.inf)
+    for index, row in enumerate(require(f"{place}.parts", entry.get("parts"), list)):
+        here = f"{place}.parts[{index}]"
+        require(f"{here}.part", require(here, row, dict).get("part"), str)
+        for key in _LAUNCH_FIGURES:
+            require_number(f"{here}.{key}", row.get(key), least=-math.inf)

@@ -60,13 +60,27 @@ class Run:
         Timed calls of each.
     found : dict
         From `metrale.bench.report.empty`; it grows as the run goes on.
+    profiles : bool
+        Whether the launches of a step are timed as well.
+    trace : callable or None
+        What is told of each of them then.
     """
 
     def __init__(
-        self, gpu: GpuBackend, folder: Path, dtype: str, cases: Sequence[Case], runs: int, found: dict[str, Any]
+        self,
+        gpu: GpuBackend,
+        folder: Path,
+        dtype: str,
+        cases: Sequence[Case],
+        runs: int,
+        found: dict[str, Any],
+        *,
+        profiles: bool = False,
+        trace: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self._gpu, self._folder, self._dtype = gpu, folder, dtype
         self._cases, self._runs, self._found = cases, runs, found
+        self._profiles, self._trace = profiles, trace
         self._limits: dict[str, Any] = {
             "max_batch": max(CHECK_SOURCES, *(case.lanes for case in cases)),
             "max_source_len": max(case.lengths.source for case in cases),
@@ -85,7 +99,7 @@ class Run:
             with metrale.load(self._folder, gpu, self._dtype, **self._limits) as model:
                 self._describe(model, time.perf_counter() - start, note)
                 judge = Judge(model, self._dtype, exact)
-                bench = Bench(clock, reader, Busy(clock, reader), rates, self._runs)
+                bench = Bench(clock, reader, Busy(clock, reader), rates, self._runs, self._profiles, self._trace)
                 for case in self._cases:
                     entry, problems = measure(model, case, self._dtype, judge, bench)
                     found["cases"].append(entry)

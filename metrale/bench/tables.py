@@ -54,6 +54,45 @@ def case_label(case: Mapping[str, Any]) -> str:
     return f"batch {case['batch']}, {how}, {case['source_tokens']} to {case['new_tokens']} tokens"
 
 
+def launches_table(part: Mapping[str, Any], key: str = "ops") -> str:
+    """Return where the time of a pass goes, from a `metrale.bench.breakdown.summary`.
+
+    ``key`` is "ops", the kinds of launches, what takes longest first; or "parts", those of a layer, in their order.
+    """
+    lines = part[key]
+    if key == "ops":
+        lines = sorted(lines, key=lambda row: -row["us"] * row["calls"])
+    rows = [
+        [
+            *([row["op"], str(row["rows"])] if key == "ops" else [row["part"]]),
+            str(row["calls"]),
+            number(row["us"]),
+            number(row["us"] * row["calls"]),
+            number(row["floor_us"]),
+            number(row["ratio"]),
+            number((row["weight_bytes"] + row["activation_bytes"] + row["kv_bytes"]) / 1e6),
+            number(row["flop"] / 1e9),
+        ]
+        for row in lines
+    ]
+    first = ["op", "rows"] if key == "ops" else ["part"]
+    header = [*first, "calls", "us each", "us in all", "floor us", "ratio", "MB each", "GFLOP each"]
+    sums = (
+        f"{part['launches']} launches; sum of ops {number(part['sum_of_ops_ms'])} ms, as one graph "
+        f"{number(part['graph_ms'])} ms, sum of floors {number(part['floor_ms'])} ms."
+    )
+    return f"{table(header, rows)}\n\n{sums}"
+
+
+def layers_tables(report: Mapping[str, Any]) -> str:
+    """Return a table of the parts of a step for each case that has them; empty for none."""
+    return "\n\n".join(
+        f"{case_label(case)}: a step half way\n\n{launches_table(case['layers'], 'parts')}"
+        for case in report["cases"]
+        if case["layers"] is not None
+    )
+
+
 def _figures(case: Mapping[str, Any]) -> list[str]:
     if case["total_ms"] is None:
         return ["not timed", *6 * ["-"]]

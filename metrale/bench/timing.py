@@ -87,7 +87,8 @@ def open_device(device: str) -> GpuBackend:
         from gpu_runtime.cuda import nvrtc
         from gpu_runtime.cuda.backend import CudaBackend
 
-        return CudaBackend(int(number or 0), ops=ops, cache=nvrtc.default_cache(Config.from_env()))
+        settings = Config.from_env()
+        return CudaBackend(int(number or 0), ops=ops, cache=nvrtc.default_cache(settings), nvtx=settings.nvtx)
     if device != "host":
         raise ValueError(f"device: expected 'host', 'cuda' or 'cuda:N', got {device!r}")
     from gpu_runtime.host import HostBackend

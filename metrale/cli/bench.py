@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -18,7 +19,7 @@ from metrale.bench.cases import plan
 from metrale.bench.machine import GPU_PACKAGES, describe
 from metrale.bench.protocol import Lengths
 from metrale.bench.shapes import SHAPES, work_folder, write_checkpoint
-from metrale.bench.tables import case_label, cases_table, number
+from metrale.bench.tables import case_label, cases_table, layers_tables, number
 from metrale.cli.bench_options import STDOUT, add_arguments, batches_of, beams_of, check, runs_of
 from metrale.cli.console import Console
 from metrale.cli.failure import DONE, SOME_FAILED, USAGE, Failure, say
@@ -55,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     peers = [_read("--peers", name, peer_results.read) for name in args.peers]
     with closing(console), unwinding():
         found = _read("--from", args.saved, report.load) if args.saved is not None else _measure(args, console)
+    if args.saved is not None and args.layers and not any(case["layers"] for case in found["cases"]):
+        raise Failure(USAGE, f"--layers: {args.saved} has none, as it was written without --layers")
     for one in peers:
         for note in peer_results.attach(found, one):
             console.note(note)
@@ -73,11 +76,12 @@ def _read(option: str, name: str, read: Callable[[Path], dict[str, Any]]) -> dic
 
 
 def _show(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Write the table, or the JSON, and what else is asked for."""
+    """Write the tables, or the JSON, and what else is asked for."""
     if args.json == STDOUT:
         write_lines([report.to_text(found).rstrip("\n")])
     else:
-        write_lines(cases_table(found).splitlines())
+        parts = layers_tables(found) if args.layers else ""
+        write_lines([*cases_table(found).splitlines(), *(["", *parts.splitlines()] if parts else [])])
         if args.json is not None:
             report.save(found, Path(args.json))
     if args.chart is not None:
@@ -104,10 +108,12 @@ def _measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         keep()  # a place where nothing can be written is found before anything is measured
         lengths = Lengths(args.source_len, args.new_tokens)
         cases = plan(batches_of(args, gpu.kind()), beams_of(args), lengths, args.sweep)
-        with _folder(args.shape, dtype, chosen) as folder:
+        with _trace(args.trace) as trace, _folder(args.shape, dtype, chosen) as folder:
             if console.can_draw and not args.no_progress:
                 console.draw(len(cases), 0, " cases")
-            with closing(Run(gpu, folder, dtype, cases, runs_of(args), found).entries(console.note)) as entries:
+            profiles = args.layers or trace is not None
+            run = Run(gpu, folder, dtype, cases, runs_of(args), found, profiles=profiles, trace=trace)
+            with closing(run.entries(console.note)) as entries:
                 for entry in entries:
                     console.note(_said(found["model"]["name"], entry))
                     console.advance()
@@ -136,6 +142,16 @@ def _said(name: str, entry: Mapping[str, Any]) -> str:
     step, call = entry["step_ms"], entry["total_ms"]
     what = f"{number(step['median'])} ms a step" if step else f"{number(call['median'])} ms" if call else "not timed"
     return f"{name}, {case_label(entry)}: {what}"
+
+
+@contextmanager
+def _trace(name: str | None) -> Iterator[Callable[[Mapping[str, Any]], None] | None]:
+    """Give what writes a line of JSON to the file of this name, from its start; None for no name."""
+    if name is None:
+        yield None
+        return
+    with open(name, "w", encoding="utf-8", buffering=1) as file:  # by lines: a run that is interrupted has some
+        yield lambda line: print(json.dumps(line, ensure_ascii=False), file=file)
 
 
 @contextmanager

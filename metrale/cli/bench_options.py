@@ -18,7 +18,7 @@ from metrale.model import MAX_BEAMS
 STDOUT: Final = "-"
 QUICK_RUNS: Final = 2
 _LEAST_SOURCE: Final = 3  # a language, a word, EOS
-_OF_MEASURING: Final = ("model", "folder", "shape", "batches", "beams", "sweep", "runs", "commit")
+_OF_MEASURING: Final = ("model", "folder", "shape", "batches", "beams", "sweep", "runs", "commit", "trace")
 """Options that are None unless they are given, and have no meaning when nothing is measured."""
 
 
@@ -46,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, metavar="N", help=f"timed calls of each case (default: {RUNS})")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_RUNS} timed calls, unless --runs says more")
     parser.add_argument("--json", metavar="FILE", help="write all of it as JSON; - is standard output, without a table")
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="show for each part of a layer how long it takes in a step, beside its floor",
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write every launch of a step of each case, in order, as a line of JSON"
+    )
     parser.add_argument("--chart", metavar="FILE.svg", help="draw ms per step (needs the extra bench)")
     parser.add_argument(
         "--peers",

@@ -56,12 +56,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings() -> dict[str, str | None]:
-    """Return the device, the model's folder and the cache folder that the environment's settings come to."""
+    """Return what the environment's settings come to: device, the model's and the cache's folder, NVTX ranges."""
     config = Config.from_env()
     return {
         "device": config.device,
         "model": config.model,
         "cache": None if config.cache is None else str(config.cache),
+        "nvtx": "on" if config.nvtx else "off",
     }
 
 

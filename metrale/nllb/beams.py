@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.ranges import open_ranges, ranged
 from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.errors import InvalidInput, SequenceError
@@ -91,6 +92,7 @@ class BeamSearches:
             undo.callback(gpu.free_host_pinned, memory)
             self._taken = memory.array[: words * _WORD].view(np.int32)
             self._teardown = undo.pop_all()
+        open_ranges(self, gpu.ranges)
 
     def free(self) -> None:
         """Free what is not the workspace's. Work that is enqueued may still use it."""
@@ -164,6 +166,7 @@ class BeamSearches:
 
     # selecting
 
+    @ranged("select beams")
     def select(
         self,
         rows: Sequence[DevicePtr],

@@ -71,6 +71,7 @@ class NllbCore(TranslationOnly):
             self._adapter_memory = AdapterMemory(gpu, shape)
             undo.callback(self._adapter_memory.free)
             params = self._adapter_memory.attach(params)
+            self.device_weights: Final = params
             self._pool = KvPool(gpu, shape.kv_bytes, shape.position_bytes)
             undo.callback(self._pool.free)
             space = Workspace(gpu, shape)

@@ -11,6 +11,7 @@ import numpy as np
 
 from gpu_runtime.backend import NULL, GpuBackend
 from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.ranges import open_ranges, ranged
 from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.nllb.device_weights import DeviceWeights
@@ -148,7 +149,9 @@ class Decoder:
             for spare in range(shape.spare_rows):  # each row writes KV of its own
                 at = workspace["decoder.spare"].offset(spare * shape.position_bytes)
                 self._spares.append(Feed((0,), 0, Span(0, 1, at, shape.position_bytes)))
+        open_ranges(self, gpu.ranges)
 
+    @ranged("{self._side} pass")
     def run(
         self,
         feeds: Sequence[Feed],
@@ -195,6 +198,7 @@ class Decoder:
             self._graphs.run(work.body, partial(self._enqueue, work.body, None), stream)
             self._head(self._rows(work, stream), work)
 
+    @ranged("table")
     def _upload(self, feeds: Sequence[Feed], stream: StreamLike) -> None:
         """Enqueue the copy of the pass' table: a row for each id."""
         values: list[int] = []  # flat, and made an array at once: a step has many rows, and the device may wait for it
@@ -228,6 +232,7 @@ class Decoder:
         rows.norm(weights.decoder_norm, self.hidden)
         self._head(rows, work)
 
+    @ranged("layer {index}")
     def _layer(
         self,
         rows: Rows,
@@ -296,6 +301,7 @@ class Decoder:
             **ancestry,
         )
 
+    @ranged("head")
     def _head(self, rows: Rows, work: Pass) -> None:
         """Multiply the last of each ``depth`` rows with the output head, unless the pass has no logits."""
         if not work.logits:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.ranges import open_ranges, ranged
 from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.nllb.device_weights import DeviceWeights
@@ -27,7 +28,9 @@ class Encoder:
         self._shape = shape
         self._weights = weights
         self._workspace = workspace
+        open_ranges(self, gpu.ranges)
 
+    @ranged("encoder pass")
     def run(self, sources: Sequence[Sequence[int]], spans: Sequence[Span], stream: StreamLike) -> None:
         """Enqueue one pass over all ``sources``, and the writing of each one's KV to the start of its span.
 
@@ -50,15 +53,12 @@ class Encoder:
             offsets=np.concatenate([[0], np.cumsum(lengths)]),
             adapters=adapters,
         )
-        weights, config = self._weights, self._shape.config
+        weights = self._weights
         rows = Rows.of(self._gpu, self._shape, self._workspace, "encoder", int(lengths.sum()), stream)
         rows = rows.adapted(table["adapters"], bool((adapters >= 0).any()))
         rows.embed(table["ids"], table["places"], weights.source_embedding, weights.position_table)
-        for layer in weights.encoder:
-            rows.dense(rows.h, layer.qkv, rows.wide, 3 * config.d_model, norm=layer.norm)
-            self._attend(rows, table["offsets"], len(sources), int(lengths.max()))
-            rows.add_attention(layer.out)
-            rows.add_feed_forward(layer.ffn_norm, layer.fc1, layer.fc2, config.encoder_ffn_dim)
+        for index in range(len(weights.encoder)):
+            self._layer(rows, index, table["offsets"], len(sources), int(lengths.max()))
         rows.norm(weights.encoder_norm)
         self._write_cross_kv(rows, table["spans"], table["positions"])
 
@@ -72,6 +72,14 @@ class Encoder:
         first = np.arange(len(ids)) - positions  # where each id's source begins
         places: NDArray[np.int64] = positions - (skipped - skipped[first])
         return places
+
+    @ranged("layer {index}")
+    def _layer(self, rows: Rows, index: int, offsets: DevicePtr, sequences: int, longest: int) -> None:
+        config, layer = self._shape.config, self._weights.encoder[index]
+        rows.dense(rows.h, layer.qkv, rows.wide, 3 * config.d_model, norm=layer.norm)
+        self._attend(rows, offsets, sequences, longest)
+        rows.add_attention(layer.out)
+        rows.add_feed_forward(layer.ffn_norm, layer.fc1, layer.fc2, config.encoder_ffn_dim)
 
     def _attend(self, rows: Rows, offsets: DevicePtr, sequences: int, longest: int) -> None:
         config = self._shape.config
@@ -94,6 +102,7 @@ class Encoder:
             stream=rows.stream,
         )
 
+    @ranged("cross keys and values")
     def _write_cross_kv(self, rows: Rows, spans: DevicePtr, positions: DevicePtr) -> None:
         """Compute keys and values of all decoder layers in one product, some rows at a time to bound the workspace."""
         shape = self._shape

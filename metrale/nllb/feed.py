@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_runtime.backend import GpuBackend
+from gpu_runtime.ranges import open_ranges, ranged
 from gpu_runtime.streams import StreamLike
 from metrale.checks import integer
 from metrale.errors import InvalidInput
@@ -81,6 +82,7 @@ class TokenFeed:
         self._seeds = np.zeros(slots, dtype=np.uint64)
         for name, size in feed_state(shape).items():
             gpu.memset(space[name], 0, size)
+        open_ranges(self, gpu.ranges)
 
     # cells
 
@@ -174,6 +176,7 @@ class TokenFeed:
 
     # choosing
 
+    @ranged("sample")
     def sample(
         self,
         logits: int,
@@ -197,6 +200,7 @@ class TokenFeed:
         self._choose(logits, counts, self._settings[slots], self._seeds[slots], dst, event, stream)
         self._sampled.update(zip(slots, seqs, strict=True))
 
+    @ranged("score")
     def score(self, logits: int, ids: Sequence[int], dst: NDArray[Any], event: int, stream: StreamLike) -> None:
         """Enqueue the log-probability of ``ids[i]`` in row ``i`` from ``logits``, under the unprocessed logits.
 
@@ -208,6 +212,7 @@ class TokenFeed:
         counts[:, _CELL] = counts[:, _MASK] = counts[:, _MASK + 1] = -1
         self._choose(logits, counts, *_plain(len(ids)), dst, event, stream)
 
+    @ranged("argmax")
     def argmax(self, logits: int, masks: Sequence[RowMask], dst: NDArray[Any], event: int, stream: StreamLike) -> None:
         """See `metrale.model.ModelDeviceFeed.argmax_batch_to_feed`."""
         pinned_results(dst, (len(masks),))

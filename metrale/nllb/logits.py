@@ -14,6 +14,7 @@ from gpu_runtime.backend import GpuBackend
 from gpu_runtime.device_buffer import DeviceBuffer
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.ranges import open_ranges, ranged
 from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.checks import integer
@@ -48,6 +49,7 @@ class LogitsRows:
         except BaseException:
             self.free()
             raise
+        open_ranges(self, gpu.ranges)
 
     def _clear(self) -> None:
         """Set every element to minus infinity, so that rows that nobody has written have no logit to choose."""
@@ -112,6 +114,7 @@ class LogitsRows:
         out[...] = row
         return out
 
+    @ranged("argmax")
     def argmax(self, ptr: int, count: int, stream: StreamLike) -> tuple[list[int], list[int]]:
         """Return the largest logit's id of ``count`` rows from ``ptr``, and the rows that are not finite."""
         self._await(ptr, count, stream)

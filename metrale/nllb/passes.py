@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
+from gpu_runtime.ranges import open_ranges, ranged
 from gpu_runtime.streams import StreamLike
 from metrale.errors import NotSupported
 from metrale.nllb.admission import Prompt
@@ -87,7 +88,9 @@ class Passes:
         self._decoder = Decoder(gpu, shape, weights, space, "decoder", graphs)
         self.hidden = self._decoder.hidden
         self.attention_space = space["encoder.wide"]
+        open_ranges(self, gpu.ranges)
 
+    @ranged("decode step")
     def decode(self, feeds: Sequence[Feed], stream: StreamLike, copies: Sequence[Copy] = ()) -> DevicePtr:
         """Enqueue one step, feed ``i`` into row ``i``, then ``copies``, and return the address of row 0."""
         self.refuse_capture(stream)
@@ -171,6 +174,7 @@ class Passes:
         self.decoding.wait(stream)
         self.feeding.wait(stream)
 
+    @ranged("prefill")
     def _prefill(self, prompts: list[Prompt], row: int, stream: StreamLike) -> list[DevicePtr]:
         with self.prefilling.use(stream):
             self._encode(prompts, stream)

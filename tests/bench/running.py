@@ -10,6 +10,8 @@ from typing import Any, Final
 from metrale.cli import main
 
 SMALL: Final = ("--device", "host", "--shape", "tiny", "--batches", "1,3", "--beams", "2", "--quick", "--commit", "abc")
+CASES: Final = [(1, 1), (3, 1), (1, 2), (3, 2)]
+"""Batch and beams of each case, in order."""
 SHORT: Final = ("--source-len", "6", "--new-tokens", "8")
 
 
@@ -35,3 +37,16 @@ def peers_file(folder: Path, **changes: Any) -> Path:
     report = {"benchmark": "peers", "protocol": protocol, "peers": {"ctranslate2": mine, "transformers": other}}
     path.write_text(json.dumps(report), encoding="utf-8")
     return path
+
+
+def by_case(report: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return the cases of a report by batch and beams."""
+    return {(case["batch"], case["beams"]): case for case in report["cases"]}
+
+
+def traced(path: Path) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Return the lines of a trace by case."""
+    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        found.setdefault((line["batch"], line["beams"]), []).append(line)
+    return found

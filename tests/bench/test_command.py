@@ -17,14 +17,9 @@ from metrale.bench import beams, cases, check, measuring, running, serving
 from metrale.bench.report import NOT_TIMED
 from metrale.bench.shapes import SHAPES, write_checkpoint
 from metrale.cli import main
-from tests.bench.running import SHORT, SMALL, bench, peers_file
+from tests.bench.running import CASES, SHORT, SMALL, bench, by_case, peers_file, traced
 
 SPREAD = {"median", "min", "max", "n"}
-CASES = [(1, 1), (3, 1), (1, 2), (3, 2)]
-
-
-def by_case(report: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
-    return {(case["batch"], case["beams"]): case for case in report["cases"]}
 
 
 def test_the_report_says_what_ran_where(report: dict[str, Any]) -> None:
@@ -57,6 +52,12 @@ def test_every_case_is_checked_and_timed(report: dict[str, Any]) -> None:
         assert case["tokens_per_s"] > 0
         assert case["ratio_to_floor"] == pytest.approx(case["step_ms"]["median"] / case["floor_ms"], abs=0.01)
         assert case["device_step_ms"] is None, "the host runs work when it is enqueued"
+        assert case["layers"] is None, "which nobody asked for"
+        assert (case["engine_busy"] is None) == (width > 1), "the engine serves requests that choose an id in each step"
+        if width == 1:
+            assert set(case["engine_busy"]) == {"share", "gap_us", "steps"}
+            assert 0 < case["engine_busy"]["share"]["median"] <= 1
+            assert case["engine_busy"]["share"]["n"] == 2
     assert found[3, 1]["floor_ms"] > found[1, 1]["floor_ms"]
 
 
@@ -64,7 +65,7 @@ def test_five_calls_are_timed_where_nothing_else_is_said(monkeypatch: pytest.Mon
     seen: list[int] = []
 
     class Nothing:
-        def __init__(self, gpu: Any, folder: Path, dtype: str, cases: Any, runs: int, found: Any) -> None:
+        def __init__(self, gpu: Any, folder: Path, dtype: str, cases: Any, runs: int, found: Any, **_: Any) -> None:
             seen.append(runs)
 
         def entries(self, note: Any) -> Any:
@@ -310,6 +311,7 @@ def test_a_peer_of_another_type_is_said(saved: Path, tmp_path: Path, capsys: pyt
         (["--from", "x.json", "--shape", "tiny"], "--shape: expected none with --from"),
         (["--from", "x.json", "y"], "MODEL: expected none with --from"),
         (["--from", "x.json", "--batches", "3"], "--batches: expected none with --from"),
+        (["--from", "x.json", "--trace", "y"], "--trace: expected none with --from"),
         (["--from", "no-such.json"], "no-such.json"),
         (["--peers", "no-such.json"], "no-such.json"),
         (["--device", "tpu"], "--device: expected auto, host, cuda or cuda:N"),
@@ -371,7 +373,8 @@ def test_a_chart_without_matplotlib_is_refused_first(
 def test_on_a_gpu_steps_are_timed_on_the_device_too(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     words = ["--device", "cuda", "--dtype", "float16", "--shape", "tiny", "--batches", "1,3", "--beams", "2", "--quick"]
-    assert main(["bench", *words, *SHORT, "--json", str(out)]) == 0
+    trace = tmp_path / "trace.jsonl"
+    assert main(["bench", *words, *SHORT, "--json", str(out), "--layers", "--trace", str(trace)]) == 0
     report = json.loads(out.read_text(encoding="utf-8"))
     assert report["device"]["kind"] == "cuda"
     assert {"driver_version", "clocks.sm"} <= set(report["device"]["nvidia_smi"])
@@ -382,3 +385,10 @@ def test_on_a_gpu_steps_are_timed_on_the_device_too(tmp_path: Path) -> None:
         assert set(case["device_step_ms"]) == set(case["host_enqueue_ms"]) == SPREAD
         assert case["device_step_ms"]["min"] > 0
         assert case["device_ratio_to_floor"] > 1
+        assert case["layers"]["graph_ms"] > case["layers"]["floor_ms"] > 0
+        if case["beams"] == 1:
+            assert 0 < case["engine_busy"]["share"]["median"] <= 1
+    for key, lines in traced(trace).items():
+        launches = [line for line in lines if line["op"] is not None]
+        assert len(launches) == by_case(report)[key]["layers"]["launches"]
+        assert all(line["grid"] and line["block"] for line in launches if line["kind"] == "kernel")

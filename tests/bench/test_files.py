@@ -13,7 +13,7 @@ import pytest
 
 from metrale.bench import chart, peer_results
 from metrale.bench.report import load
-from metrale.bench.tables import cases_table
+from metrale.bench.tables import cases_table, layers_tables
 from tests.bench.running import peers_file
 
 ROOT = Path(__file__).parents[2]
@@ -59,10 +59,14 @@ def outcomes(good: Any, path: Path, show: Any) -> set[str]:
 def test_a_report(report: dict[str, Any], tmp_path: Path) -> None:
     peer_results.attach(report, peer_results.read(peers_file(tmp_path)))
     report["cases"] = report["cases"][:1]
+    figures = {"calls": 1, "us": -0.5, "floor_us": 0.1, "ratio": -5, "weight_bytes": 1, "activation_bytes": 1}
+    parts = [{"part": "norm", **figures, "kv_bytes": 0, "flop": 0}]
+    report["cases"][0]["layers"] = {"launches": 1, "sum_of_ops_ms": 1, "graph_ms": 1, "floor_ms": 1, "parts": parts}
 
     def show(path: Path) -> None:
         found = load(path)
         cases_table(found)
+        layers_tables(found)
         chart.series(found)
 
     assert outcomes(report, tmp_path / "report.json", show) == {"shown", "refused"}
@@ -92,6 +96,16 @@ def test_the_peers_of_another_benchmark_are_read_too(report: dict[str, Any]) -> 
     assert set(case["peers"]) == {"ctranslate2", "transformers"}
     times = found["peers"]["ctranslate2"]["shapes"]["600M"]["cases"]["1"]["step_ms"]
     assert case["peers"]["ctranslate2"]["step_ms"] == {"best": times["min"], "median": times["median"], "n": times["n"]}
+
+
+def test_reports_of_before_are_read(report: dict[str, Any], tmp_path: Path) -> None:
+    """They have nothing of what cases need not have."""
+    path = tmp_path / "report.json"
+    for case in report["cases"]:
+        del case["engine_busy"], case["layers"]
+    path.write_text(json.dumps(report), encoding="utf-8")
+    assert all(case["engine_busy"] is case["layers"] is None for case in load(path)["cases"])
+    assert layers_tables(load(ROOT / "benchmarks" / "results" / "bench_demo_host.json")) == ""
 
 
 @pytest.mark.parametrize("text", ["", "3", "null", "\x00", '"metrale bench"'])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,40 @@ LORA: dict[str, Any] = {"rows": 4, "segments": 2, "room": 16, "adapter_count": 3
         ),
         (call("kv_scatter", rows=3, width=16), Cost(0, 3 * 8 + 3 * 4 + 3 * 16 * 2, 3 * 16 * 2)),
         (call("argmax", rows=3, vocab=100), Cost(0, 3 * 100 * 2 + 2 * 3 * 4)),
+        (
+            # logits; counts, settings and seeds; ids, log-probabilities, flags and cells; no bans and no words
+            call("sample", rows=3, vocab=100, slot_count=64, words=4, word_room=99, capacity=50, cell_count=99),
+            Cost(0, 3 * 100 * 2 + 3 * (9 + 4 + 2) * 4 + 4 * 3 * 4),
+        ),
     ],
     ids=lambda value: value.label if isinstance(value, Call) else "",
 )
 def test_cost_of_a_launch(one: Call, expected: Cost) -> None:
-    assert cost(one) == expected
+    assert replace(cost(one), written=0) == expected
+
+
+@pytest.mark.parametrize(
+    ("one", "written"),
+    [
+        (call("linear", **LINEAR, residual=1), 2 * 3 * 8),
+        (call("linear", **{**LINEAR, "workspace": 64, "workspace_bytes": 1 << 20}), 2 * 3 * 8),
+        (call("layer_norm", rows=3, width=16), 2 * 3 * 16),
+        (call("decode_attention", APART, **ATTENTION), 2 * 2 * 32),
+        (call("kv_scatter", rows=3, width=16), 3 * 16 * 2),
+        (call("argmax", rows=3, vocab=100), 2 * 3 * 4),
+        (call("sample", rows=3, vocab=100, slot_count=64, words=4, capacity=50, cell_count=99), (3 + 1) * 3 * 4),
+        # results; three tables of each beam, its score and cell; a state of each search
+        (call("beam_select", SEARCHES, **SELECT), 4 * (2 + 3 * (4 * 11 + 2 * 2) + 2 * 6 + 2)),
+        (call("lora_down", ADAPTED, **LORA, k=10), 4 * 4 * 32),
+        (call("lora_up", ADAPTED, **LORA, width=10), 2 * 3 * 20),
+    ],
+    ids=lambda value: value.label if isinstance(value, Call) else "",
+)
+def test_what_a_launch_writes(one: Call, written: int) -> None:
+    """All else that it moves it reads."""
+    found = cost(one)
+    assert found.written == written
+    assert found.read == found.nbytes - written > 0
 
 
 def test_what_a_rule_counts_and_what_a_table_says_are_parameters() -> None:
@@ -166,7 +196,7 @@ def test_what_a_rule_counts_and_what_a_table_says_are_parameters() -> None:
 def test_the_floor_is_the_longer_of_moving_and_computing() -> None:
     assert Cost(weights=1000, activations=200, kv=300).floor_us() == pytest.approx(1500 / READ_BYTES_PER_S * 1e6)
     assert Cost(weights=1000, flop=10**12).floor_us() == pytest.approx(1e12 / FLOP_PER_S * 1e6)
-    assert Cost(1, 2, 3, 4) + Cost(10, 20, 30, 40) == Cost(11, 22, 33, 44)
+    assert Cost(1, 2, 3, 4, 5) + Cost(10, 20, 30, 40, 50) == Cost(11, 22, 33, 44, 55)
 
 
 @pytest.mark.parametrize(

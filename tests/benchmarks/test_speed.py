@@ -77,13 +77,17 @@ def test_the_report_has_all_its_parts(finished: tuple[int, dict[str, Any]]) -> N
             assert found["launches"] == sum(row["calls"] for row in found["ops"])
             assert found["weight_bytes"] == sum(row["weight_bytes"] * row["calls"] for row in found["ops"])
             assert found["floor_ms"] > 0
+            assert ("parts" in found) == (part == "decode")
             assert found["graph_ms"] > 0
+        assert sum(row["calls"] for row in case["decode"]["parts"]) == case["decode"]["launches"]
         serving = case["serving"]
         for times in (serving["fed"], serving["engine"]):
             assert set(times["step_ms"]) == SPREAD
             assert times["total_ms"]["min"] > 0
         assert set(serving["step_device_ms"]) == set(serving["host_enqueue_ms"]) == SPREAD
         assert isinstance(serving["busy"], float)
+        assert 0 < serving["busy_by_events"]["share"]["median"] <= 1
+        assert serving["busy_by_events"]["steps"] >= 64
         assert serving["graph_launches_per_step"] == 0, "which the host has no use for"
         assert serving["same_tokens_each_time"]
         assert case["launches_per_step"]["kernel"] + case["launches_per_step"]["gemm"] == case["decode"]["launches"]
@@ -131,6 +135,8 @@ def test_the_tables_show_every_case_and_the_peers(finished: tuple[int, dict[str,
     tables = gpu_report.ops_tables(report)
     assert tables.count("### ") == 4 + 4
     assert "decode_attention cross" in tables
+    assert tables.count("| cross-attention |") == 2
+    assert "busy by events" in gpu_report.serving_table(report)
     assert "tiny, batch 3, 4 beams: selection" in tables
     first, second = gpu_report.beams_table(report).splitlines()[2:]
     assert first.startswith("| tiny batch 1, 4 beams")

@@ -63,20 +63,21 @@ def test_the_report_for_people_ends_with_the_verdicts(capsys: pytest.CaptureFixt
 
 def test_the_settings_in_force_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "PROBES", dict.fromkeys(doctor.PROBES, "metrale.cli.packages:no_such_function"))
-    for name, value in {"DEVICE": "cuda:1", "MODEL": "/models/one", "CACHE_DIR": "/cache"}.items():
+    for name, value in {"DEVICE": "cuda:1", "MODEL": "/models/one", "CACHE_DIR": "/cache", "NVTX": "1"}.items():
         monkeypatch.setenv(f"METRALE_{name}", value)
     main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert report["settings"] == {"device": "cuda:1", "model": "/models/one", "cache": "/cache"}
-    for name in ("METRALE_DEVICE", "METRALE_MODEL", "METRALE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+    assert report["settings"] == {"device": "cuda:1", "model": "/models/one", "cache": "/cache", "nvtx": "on"}
+    for name in ("METRALE_DEVICE", "METRALE_MODEL", "METRALE_CACHE_DIR", "METRALE_NVTX", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
     start = lines.index("settings")
-    assert lines[start + 1 : start + 4] == [
+    assert lines[start + 1 : start + 5] == [
         "  device: auto",
         "  model: none: the demo model",
         "  cache: none: compiled kernels are not kept",
+        "  nvtx: off",
     ]
 
 

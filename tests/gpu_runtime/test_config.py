@@ -14,15 +14,18 @@ from gpu_runtime import BackendUnavailable, Config, GpuBackend, open_backend
 from gpu_runtime.host import HostBackend
 from tests.backends import why_no_gpu
 
+VARIABLES = ("METRALE_DEVICE", "METRALE_MODEL", "METRALE_CACHE_DIR", "METRALE_NVTX")
+
 
 def test_defaults() -> None:
-    assert Config.from_env({}) == Config() == Config(device="auto", model=None, cache=None)
+    assert Config.from_env({}) == Config() == Config(device="auto", model=None, cache=None, nvtx=False)
 
 
 def test_variables() -> None:
     assert Config.from_env({"METRALE_DEVICE": "host", "METRALE_MODEL": "/m"}) == Config("host", "/m")
     assert Config.from_env({"METRALE_CACHE_DIR": "/c"}) == Config(cache=Path("/c"))
-    assert Config.from_env({"METRALE_DEVICE": "", "METRALE_MODEL": "", "METRALE_CACHE_DIR": ""}) == Config()
+    assert Config.from_env(dict.fromkeys(VARIABLES, "")) == Config()
+    assert [Config.from_env({"METRALE_NVTX": value}).nvtx for value in ("1", "0", "yes")] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def test_every_variable_is_documented() -> None:
     root = Path(__file__).parents[2]
     read = re.findall(r"METRALE_\w+", (root / "gpu_runtime/config.py").read_text("utf-8"))
     page = (root / "docs/environment.md").read_text("utf-8")
-    assert len(set(read)) >= 3
+    assert set(read) == set(VARIABLES)
     assert set(re.findall(r"^\| `(METRALE_\w+)` \|", page, re.MULTILINE)) == set(read)
 
 
