@@ -13,7 +13,7 @@
 // Alignment  One element. Keys and values come in loads of 16 bytes when head_dim, kv_stride and the addresses of
 //            the row's first key and value are multiples of 16 bytes, else element by element; the bits are the same.
 // Launch     Grid (rows * heads / pairs, rounded up), where a pair is one head of one row, the heads of a row next to
-//            each other as they are in memory. Block (32, warps of a pair, pairs), at most 256 threads; one of the two is
+//            each other as they are in memory. Block (32, warps of a pair, pairs), at most 128 threads; one of the two is
 //            1. Shared memory: SPLITS * (head_dim + 2) floats a pair. May begin before the kernel ahead has ended.
 // Fresh      How many of a row's last positions a kernel that is still under way may write; all other positions, spans,
 //            lengths and the tables of ancestries are then read before the wait. -1: any of these may be written.
@@ -156,10 +156,10 @@ __device__ __forceinline__ void decode_attention(const T* q, const unsigned long
     }
 }
 
-// Two blocks of 256 threads on a multiprocessor: told nothing, the compiler saves registers for more of them, and waits
-// for one load before it issues the next.
+// Three blocks on a multiprocessor: told nothing, the compiler saves registers for more of them, and waits for one load
+// before it issues the next.
 #define ENTRY(T, suffix)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(256, 2) decode_attention_##suffix(                                    \
+    extern "C" __global__ void __launch_bounds__(128, 3) decode_attention_##suffix(                                    \
         const T* q, const unsigned long long* spans, const int* lengths, const int* ancestry,                          \
         const int* ancestry_index, const int* beam_positions, T* out, int rows, int heads, int head_dim,               \
         long long q_stride, long long k_offset, long long v_offset, long long kv_stride, float scale,                  \

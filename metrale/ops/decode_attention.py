@@ -54,11 +54,11 @@ SPEC: Final = OpSpec(
 )
 
 SPLITS: Final = 8
-"""Parts, at most, that a row's keys are taken in: as many warps can share them. Part of the order in which a row is
-summed, so the same for every launch."""
+"""Parts, at most, that a row's keys are taken in. Part of the order in which a row is summed, so the same for every
+launch."""
 
-_SPREAD: Final = 16  # warps that a multiprocessor wants: with fewer pairs, several warps share one's keys
-_SIDE_BY_SIDE: Final = 4  # pairs of a block, where each has a warp
+_WARPS: Final = 4  # of a block: they share a pair's keys, or have a pair each
+_SPREAD: Final = 16  # warps that a multiprocessor wants
 
 UNKNOWN: Final = -1
 """``fresh`` where anything may have been written just now."""
@@ -67,7 +67,7 @@ MOST_HEAD_DIM: Final = 256
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
-    """Give each row and head, or pair, a warp; the fewer pairs there are, the more warps share each, up to `SPLITS`.
+    """Give each row and head, or pair, a warp; the fewer pairs there are, the more warps share one.
 
     Raises
     ------
@@ -76,10 +76,10 @@ def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     """
     if dims["head_dim"] > MOST_HEAD_DIM:
         raise ValueError(f"decode_attention: head_dim: expected at most {MOST_HEAD_DIM}, got {dims['head_dim']}")
-    pairs, warps = dims["rows"] * dims["heads"], SPLITS
+    pairs, warps = dims["rows"] * dims["heads"], _WARPS
     while warps > 1 and pairs * warps > _SPREAD * limits.sm_count:
         warps //= 2
-    each = _SIDE_BY_SIDE if warps == 1 else 1
+    each = _WARPS if warps == 1 else 1
     return LaunchPlan(
         SPEC.entry(dtype),
         (-(-pairs // each), 1, 1),
