@@ -14,7 +14,7 @@
 //            the row's first key and value are multiples of 16 bytes, else element by element; the bits are the same.
 // Launch     Grid (rows * heads / pairs, rounded up), where a pair is one head of one row, the heads of a row next to
 //            each other as they are in memory. Block (32, warps of a pair, pairs), at most 128 threads; one of the two is
-//            1. Shared memory: SPLITS * (head_dim + 2) floats a pair. May begin before the kernel ahead has ended.
+//            1. Shared memory: metrale.ops.decode_attention.shared_bytes. May begin before the kernel ahead has ended.
 // Fresh      How many of a row's last positions a kernel that is still under way may write; all other positions, spans,
 //            lengths and the tables of ancestries are then read before the wait. -1: any of these may be written.
 // Aliasing   out overlaps nothing that is read. Rows may share a span.
@@ -23,17 +23,25 @@
 // Undefined  A length below 1, or past what the span, an ancestry or a beam's storage holds; head_dim above 256; an
 //            ancestry_index or an ancestor past the last.
 //
-// A warp attends to a tile of keys at a time, as many as it can have under way, eight packs of keys and of values a lane,
-// and keeps the largest score, the sum of weights and the weighted value (online softmax). Tiles are dealt out to up to
-// SPLITS splits, and these folded in order. Who takes a split does not matter: one warp may take them one after the
-// other, or each warp of a block its share, so that few rows are spread over more warps. Each key and value is read
-// once, and memory is the limit where rows are many.
+// A warp attends to a tile of keys at a time, eight packs of keys and of values a lane, and keeps the largest score, the
+// sum of weights and the weighted value (online softmax). Tiles are dealt out to up to SPLITS splits, and these folded in
+// order. Who takes a split does not matter: one warp may take them one after the other, or each warp of a block its
+// share, so that few rows are spread over more warps. Each key and value is read once, and memory is the limit where
+// rows are many: 16-bit elements are brought to shared memory while others are attended to.
 
 #include "common/attention.cuh"
 #include "common/attention_tiles.cuh"
 #include "common/dependent.cuh"
 
-constexpr unsigned SPLITS = 8;  // of a row's keys, at most; the order of sums depends on it
+constexpr unsigned SPLITS = 8;             // of a row's keys, at most; the order of sums depends on it
+constexpr int STAGES = 2;                  // tiles of a warp that wait in shared memory
+constexpr int STAGE_PACKS = 16 * WARP;     // of one of them
+
+// Whether tiles wait in shared memory, and do not go to registers at once.
+template <typename T>
+__device__ __forceinline__ bool waits_in_shared(int head_dim) {
+    return sizeof(T) == 2 && head_dim <= 128;
+}
 
 // Writes the result from the parts of a pair that its warps left in shared memory; they share the dimensions.
 template <typename T>
@@ -53,31 +61,35 @@ __device__ __forceinline__ void fold_splits(const Pair<T>& pair, unsigned splits
     }
 }
 
-// What a warp does with tiles of keys, such as those of common/attention_tiles.cuh.
-template <typename Tile, typename T>
-__device__ __forceinline__ void attend(const Pair<T>& pair) {
-    const unsigned tiles = (pair.length + Tile::KEYS - 1) / Tile::KEYS, splits = min(tiles, SPLITS);
-    Tile tile;
-    unsigned from = 0;
-    if (pair.early) {
-        if constexpr (Tile::WHOLE) {
-            from = pair.settled;
-            tile.load(pair, threadIdx.y, 0, threadIdx.y < splits ? from : 0);
-        }
-        wait_for_previous();
+// The tiles that a warp takes: those of one of its splits after another.
+struct Turn {
+    unsigned tiles, splits, split, tile;
+
+    __device__ __forceinline__ explicit Turn(unsigned count)
+        : tiles(count), splits(min(count, SPLITS)), split(threadIdx.y), tile(threadIdx.y) {}
+    __device__ __forceinline__ bool there() const {
+        return split < splits;
     }
-    tile.load_query(pair);
-#pragma unroll 1
-    for (unsigned split = threadIdx.y; split < splits; split += blockDim.y) {
-        tile.begin();
-#pragma unroll 1
-        for (unsigned at = split; at < tiles; at += splits) {
-            tile.load(pair, at, from, pair.length);
-            from = 0;
-            tile.attend(pair, at);
-        }
-        tile.store(pair, pair.parts + split * (pair.head_dim + 2));
+    __device__ __forceinline__ bool is_first() const {
+        return tile < splits;
     }
+    __device__ __forceinline__ bool is_last() const {
+        return tile + splits >= tiles;
+    }
+    __device__ __forceinline__ void advance() {
+        split = is_last() ? split + blockDim.y : split;
+        tile = is_last() ? split : tile + splits;
+    }
+};
+
+template <typename T>
+__device__ __forceinline__ float* part_of(const Pair<T>& pair, unsigned split) {
+    return pair.parts + split * (pair.head_dim + 2);
+}
+
+// All warps of a pair have stored their parts.
+template <typename T>
+__device__ __forceinline__ void finish(const Pair<T>& pair, unsigned splits) {
     if (blockDim.y == 1) {
         __syncwarp();
     } else {
@@ -86,6 +98,85 @@ __device__ __forceinline__ void attend(const Pair<T>& pair) {
     if (pair.length > 0) {
         fold_splits(pair, splits);
     }
+}
+
+// What a warp does with tiles in registers.
+template <typename Tile, typename T>
+__device__ __forceinline__ void attend(const Pair<T>& pair) {
+    Turn turn((pair.length + Tile::KEYS - 1) / Tile::KEYS);
+    Tile tile;
+    unsigned from = 0;
+    if (pair.early) {
+        if constexpr (Tile::WHOLE) {
+            from = pair.settled;
+            tile.load(pair, turn.tile, 0, turn.there() ? from : 0);
+        }
+        wait_for_previous();
+    }
+    tile.load_query(pair);
+#pragma unroll 1
+    for (; turn.there(); turn.advance()) {
+        tile.load(pair, turn.tile, from, pair.length);
+        from = 0;
+        if (turn.is_first()) {
+            tile.begin();
+        }
+        tile.attend(pair, turn.tile);
+        if (turn.is_last()) {
+            tile.store(pair, part_of(pair, turn.split));
+        }
+    }
+    finish(pair, turn.splits);
+}
+
+// What a warp does with tiles that wait in shared memory, the next one while it attends to one.
+template <typename Tile, typename T>
+__device__ __forceinline__ void attend_waiting(const Pair<T>& pair) {
+    constexpr unsigned ALL = ~0u;
+    Turn turn((pair.length + Tile::KEYS - 1) / Tile::KEYS), ahead = turn;
+    uint4* ring = pair.ring + threadIdx.x;
+    unsigned from = 0;
+    if (pair.early) {
+        if constexpr (Tile::WHOLE) {
+            from = pair.settled;
+#pragma unroll
+            for (int stage = 0; stage < STAGES; ++stage) {
+                if (ahead.there()) {
+                    Tile::fetch(pair, ring + stage * STAGE_PACKS, ahead.tile, 0, from, from);
+                }
+                ahead.advance();
+            }
+            ahead = turn;
+        }
+        wait_for_previous();
+    }
+#pragma unroll 1
+    for (int stage = 0; stage < STAGES; ++stage) {
+        if (ahead.there()) {
+            Tile::fetch(pair, ring + stage * STAGE_PACKS, ahead.tile, from, ALL, pair.length);
+        }
+        end_copies();
+        ahead.advance();
+    }
+    Tile tile;
+    tile.load_query(pair);
+#pragma unroll 1
+    for (unsigned count = 0; turn.there(); turn.advance(), ahead.advance(), ++count) {
+        uint4* packs = ring + count % STAGES * STAGE_PACKS;
+        if (turn.is_first()) {
+            tile.begin();
+        }
+        wait_for_copies<STAGES - 1>();
+        tile.attend(pair, packs, turn.tile);
+        if (turn.is_last()) {
+            tile.store(pair, part_of(pair, turn.split));
+        }
+        if (ahead.there()) {
+            Tile::fetch(pair, packs, ahead.tile, 0, ALL, pair.length);
+        }
+        end_copies();
+    }
+    finish(pair, turn.splits);
 }
 
 template <bool WHOLE>
@@ -102,9 +193,9 @@ __device__ __forceinline__ void attend_by_width(const Pair<float>& pair) {
 template <bool WHOLE, typename T>
 __device__ __forceinline__ void attend_by_width(const Pair<T>& pair) {
     if (pair.head_dim <= 64) {
-        attend<TensorTile<T, 1, WHOLE>>(pair);
+        attend_waiting<TensorTile<T, 1, WHOLE>>(pair);
     } else if (pair.head_dim <= 128) {
-        attend<TensorTile<T, 2, WHOLE>>(pair);
+        attend_waiting<TensorTile<T, 2, WHOLE>>(pair);
     } else {
         attend<LaneTile<T, 32, 1, WHOLE>>(pair);
     }
@@ -123,7 +214,7 @@ __device__ __forceinline__ void decode_attention(const T* q, const unsigned long
                                                  long long q_stride, long long k_offset, long long v_offset,
                                                  long long kv_stride, float scale, long long ancestry_capacity,
                                                  int fresh) {
-    extern __shared__ float parts[];
+    extern __shared__ uint4 shared[];
     let_next_begin();
     if (fresh < 0) {
         wait_for_previous();
@@ -136,11 +227,15 @@ __device__ __forceinline__ void decode_attention(const T* q, const unsigned long
     const unsigned length = there ? lengths[row] : 0;
     const unsigned settled = fresh < 0 ? 0 : length - min(length, static_cast<unsigned>(fresh));
     const int index = ancestry == nullptr ? -1 : ancestry_index[row];
+    const unsigned warps = blockDim.y * blockDim.z, warp = threadIdx.z * blockDim.y + threadIdx.y;
+    uint4* rings = shared;
+    float* parts = reinterpret_cast<float*>(rings + (waits_in_shared<T>(head_dim) ? warps * STAGES * STAGE_PACKS : 0));
     const Pair<T> pair = {q + row * q_stride + within,
                           span + k_offset,
                           span + v_offset,
                           index < 0 ? nullptr : ancestry + index * ancestry_capacity,
                           out + row * heads * head_dim + within,
+                          rings + warp * STAGES * STAGE_PACKS,
                           parts + threadIdx.z * SPLITS * (head_dim + 2),
                           kv_stride,
                           index < 0 ? 0u : beam_positions[row],

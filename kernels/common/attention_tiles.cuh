@@ -2,13 +2,14 @@
 //
 // Tiles of keys and values that a warp attends to with one query, and what it keeps of those before (online softmax).
 //
-// A tile has KEYS positions. `load` brings in some of them, `load_query` the query; `begin` forgets what was kept,
-// `attend` adds a tile to it, and `store` leaves it in memory: head_dim weighted values, the largest score, and the sum of
-// weights. WHOLE: keys and values are loaded 16 bytes at a time.
+// A tile has KEYS positions. `load`, or `fetch`, brings in some of them, `load_query` the query; `begin` forgets what was
+// kept, `attend` adds a tile to it, and `store` leaves it in memory: head_dim weighted values, the largest score, and the
+// sum of weights. WHOLE: keys and values are loaded 16 bytes at a time.
 
 #ifndef METRALE_ATTENTION_TILES_CUH
 #define METRALE_ATTENTION_TILES_CUH
 
+#include "common/async_copy.cuh"
 #include "common/attention.cuh"
 #include "common/dependent.cuh"
 
@@ -20,6 +21,7 @@ struct Pair {
     const T* values;
     const int* ancestors;  // the beam of each position; NULL: the row has no ancestry
     T* out;
+    uint4* ring;   // in shared memory, the warp's tiles
     float* parts;  // in shared memory, what is stored of each split
     long long kv_stride;
     unsigned beam_positions;
@@ -199,16 +201,17 @@ __device__ __forceinline__ unsigned high_halves(unsigned first, unsigned second)
 // keys 2t, 2t + 1, 2t + 8, 2t + 9, which a lane has already, in all 8 columns. A weight is given as the sum of two
 // elements, one in the even columns and the rest in the odd ones, so that almost nothing of it is lost. The order of
 // dimensions is free: a lane has eight neighbouring ones, a load of 16 bytes.
+//
+// A tile waits in shared memory, where each lane has what it multiplies itself, so that no lane waits for another.
 template <typename T, int BLOCKS, bool WHOLE_PACKS>
 struct TensorTile {
     static constexpr bool WHOLE = WHOLE_PACKS;
-    static constexpr int CHUNKS = 2 * BLOCKS;      // packs of a lane in a key: 8 dimensions of each 32
-    static constexpr int EIGHTS = 4 / BLOCKS;      // of keys
+    static constexpr int CHUNKS = 2 * BLOCKS;  // packs of a lane in a key: 8 dimensions of each 32
+    static constexpr int EIGHTS = 4 / BLOCKS;  // of keys
     static constexpr int SIXTEENS = EIGHTS / 2;
     static constexpr unsigned KEYS = 8 * EIGHTS;
+    static constexpr int PACKS = 8;  // of keys, and as many of values
 
-    uint4 key[EIGHTS][CHUNKS] = {};           // of key g
-    uint4 value[SIXTEENS][4][BLOCKS] = {};    // of keys 2t, 2t + 1, 2t + 8, 2t + 9: dimensions 8g and on of each 64
     uint4 query[CHUNKS];
     float most, total, sum[BLOCKS][4][4];
 
@@ -219,27 +222,47 @@ struct TensorTile {
         return threadIdx.x % 4;
     }
 
-    // As LaneTile's.
-    __device__ __forceinline__ void load(const Pair<T>& pair, unsigned tile, unsigned from, unsigned to) {
+    // Where the lane's packs of keys are in a tile, and after them those of values: of key g of eight i the dimensions
+    // 32c + 8t and on; of keys 2t, 2t + 1, 2t + 8, 2t + 9 of sixteen i / 4 the dimensions 64b + 8g and on.
+    __device__ __forceinline__ static int key_pack(int i, int c) {
+        return (i * CHUNKS + c) * WARP;
+    }
+    __device__ __forceinline__ static int value_pack(int i, int b) {
+        return (PACKS + i * BLOCKS + b) * WARP;
+    }
+
+    // Begins to bring in those of the tile's positions that are in [from, until), as 0 those that are not before `to`.
+    __device__ __forceinline__ static void fetch(const Pair<T>& pair, uint4* packs, unsigned tile, unsigned from,
+                                                 unsigned until, unsigned to) {
 #pragma unroll(WHOLE ? EIGHTS : 1)
         for (int i = 0; i < EIGHTS; ++i) {
             const unsigned p = tile * KEYS + 8 * i + g();
-            const bool there = from <= p && p < to;
-            const T* at = pair.keys + (there ? pair.place(p) : 0);
+            if (from <= p && p < until) {
+                const T* at = pair.keys + (p < to ? pair.place(p) : 0);
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                load_dims<WHOLE>(key[i][c], at, 32 * c + 8 * t(), pair.head_dim, there);
+                for (int c = 0; c < CHUNKS; ++c) {
+                    fetch_dims(packs + key_pack(i, c), at, 32 * c + 8 * t(), p < to ? pair.head_dim : 0);
+                }
             }
         }
 #pragma unroll(WHOLE ? 4 * SIXTEENS : 1)
         for (int i = 0; i < 4 * SIXTEENS; ++i) {
             const unsigned p = tile * KEYS + i / 2 * 8 + 2 * t() + i % 2;
-            const bool there = from <= p && p < to;
-            const T* at = pair.values + (there ? pair.place(p) : 0);
+            if (from <= p && p < until) {
+                const T* at = pair.values + (p < to ? pair.place(p) : 0);
 #pragma unroll
-            for (int b = 0; b < BLOCKS; ++b) {
-                load_dims<WHOLE>(value[i / 4][i % 4][b], at, 64 * b + 8 * g(), pair.head_dim, there);
+                for (int b = 0; b < BLOCKS; ++b) {
+                    fetch_dims(packs + value_pack(i, b), at, 64 * b + 8 * g(), p < to ? pair.head_dim : 0);
+                }
             }
+        }
+    }
+
+    __device__ __forceinline__ static void fetch_dims(uint4* pack, const T* from, int dim, int head_dim) {
+        if constexpr (WHOLE) {
+            copy_async(pack, from + dim, dim < head_dim);
+        } else {
+            *pack = gather_fresh(from + dim, head_dim - dim);
         }
     }
 
@@ -259,14 +282,15 @@ struct TensorTile {
         }
     }
 
-    __device__ __forceinline__ void attend(const Pair<T>& pair, unsigned tile) {
+    // Adds a tile whose packs are there.
+    __device__ __forceinline__ void attend(const Pair<T>& pair, const uint4* packs, unsigned tile) {
         float weight[EIGHTS][2], largest = most;
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) {
             float score[4] = {};
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
-                const uint4 &q = query[c], &k = key[i][c];
+                const uint4 q = query[c], k = packs[key_pack(i, c)];
                 multiply_add(score, q.x, q.x, q.y, q.y, k.x, k.y, T{});
                 multiply_add(score, q.z, q.z, q.w, q.w, k.z, k.w, T{});
             }
@@ -298,10 +322,15 @@ struct TensorTile {
             const unsigned near = share_of(weight[2 * s]), far = share_of(weight[2 * s + 1]);
 #pragma unroll
             for (int b = 0; b < BLOCKS; ++b) {
+                uint4 value[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    value[i] = packs[value_pack(4 * s + i, b)];
+                }
 #pragma unroll
                 for (int m = 0; m < 4; ++m) {
-                    const unsigned v0 = word(value[s][0][b], m), v1 = word(value[s][1][b], m);
-                    const unsigned v2 = word(value[s][2][b], m), v3 = word(value[s][3][b], m);
+                    const unsigned v0 = word(value[0], m), v1 = word(value[1], m);
+                    const unsigned v2 = word(value[2], m), v3 = word(value[3], m);
                     multiply_add(sum[b][m], low_halves(v0, v1), high_halves(v0, v1), low_halves(v2, v3),
                                  high_halves(v2, v3), near, far, T{});
                 }
