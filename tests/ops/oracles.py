@@ -302,6 +302,23 @@ def thin_linear(v: Values) -> dict[str, Array]:
     return linear({**v, "x": x})
 
 
+def gemv(v: Values) -> dict[str, Array]:
+    columns = {"rows": 1, "x_stride": v["k"], "out_stride": v["kv_from"]}
+    found = _dense_in_place({**v, **columns, "x": v["x"][None], "out": v["out"][None]})
+    return {**found, "out": found["out"][0]}
+
+
+def _dense_in_place(v: Values) -> dict[str, Array]:
+    """A dense layer whose last columns go into the KV cache, if any do."""
+    if v["spans"] is None:
+        return thin_linear(v)
+    whole = thin_linear({**v, "out": np.zeros((v["rows"], v["n"]))})["out"]
+    out = _f64(v["out"]).copy()
+    out[:, : v["kv_from"]] = whole[:, : v["kv_from"]]
+    moved = {"src": whole[:, v["kv_from"] :], "width": v["n"] - v["kv_from"], "offset": v["kv_offset"]}
+    return {"out": out, **kv_scatter({**v, **moved, "spans": v["spans"]})}
+
+
 def lora_down(v: Values) -> dict[str, Array]:
     a = _f64(v["a"]).reshape(v["adapter_count"], v["segments"], v["room"], v["k"])
     t = np.zeros((v["rows"], v["segments"], v["room"]))
@@ -343,6 +360,7 @@ ORACLES: dict[str, Callable[[Values], dict[str, Array]]] = {
         beam_select,
         linear,
         thin_linear,
+        gemv,
         lora_down,
         lora_up,
     )

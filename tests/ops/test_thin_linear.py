@@ -4,24 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import pytest
 
-from gpu_runtime import GpuBackend, LaunchPlan, dtypes
+from gpu_runtime import GpuBackend, dtypes
 from gpu_runtime.launch import check_geometry
 from gpu_runtime.limits import MINIMUM
 from metrale.ops import layer_norm, linear, thin_linear
 from metrale.ops.linear import ACTIVATION_NAMES, scratch_bytes
 from metrale.ops.thin_linear import MOST_ROWS, OP, VARIANTS, plan, plans, shared_bytes
 from tests.backends import cuda_only
-from tests.ops.harness import download, run, upload
+from tests.ops.harness import Launched, both_ways, download, upload
 from tests.ops.oracles import ORACLES
 from tests.ops.test_conformance import close
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 DECODER: Final = [(n * d, k * d) for d in (1024, 2048) for n, k in ((3, 1), (1, 1), (4, 1), (1, 4))]
 """n and k of the layers of NLLB's decoders."""
@@ -112,25 +110,9 @@ def test_all_entry_points_are_in_use() -> None:
 # on a GPU: every plan
 
 
-@dataclass(frozen=True)
-class Launched:
-    """Launches the op by a plan of choice."""
-
-    gpu: GpuBackend
-    dtype: str
-    how: LaunchPlan
-
-    def __call__(self, values: dict[str, Any]) -> Array:
-        op = replace(OP, plan=lambda dims, dtype, limits: self.how)
-        return np.asarray(run(op, self.gpu, self.dtype, values)["out"])
-
-
 def ways(gpu: GpuBackend, dtype: str, values: dict[str, Any]) -> Iterator[Launched]:
-    """Yield each plan, started early and in the usual way."""
     dims = {name: values[name] for name in ("rows", "n", "k")}
-    for how in plans(dims, dtype, gpu.limits()).values():
-        yield Launched(gpu, dtype, how)
-        yield Launched(gpu, dtype, replace(how, programmatic=False))
+    return both_ways(OP, gpu, dtype, plans(dims, dtype, gpu.limits()).values())
 
 
 SIZES: Final = [
