@@ -53,11 +53,10 @@ struct Layer {
 };
 
 // A block's shared memory.
-template <typename T>
 struct Room {
     uint4* staged;    // LayerNorm(x), in whole chunks
     float2* moments;  // [MERGED]: mean and squares
-    float* sums;      // [slices][rows]: the products with the block's rows
+    float* sums;      // [slices][PITCH]: the products with the block's rows
 };
 
 // The block's threads, whichever axis they lie along.
@@ -89,49 +88,60 @@ __device__ __forceinline__ void store_moments(const uint4& pack, int count, int 
     }
 }
 
-// Merges what the warps have left of at most MERGED chunks.
+// Merges what the warps have left of at most MERGED chunks, some at a time.
 template <typename T>
 __device__ __forceinline__ Moments merge_chunks(const float2* from, int columns) {
-    constexpr int EACH = 4;
-    float sum = 0.0f, squares = 0.0f;
+    constexpr int EACH = 8;
+    Moments moments = {0.0f, 0.0f, 0.0f};
 #pragma unroll 1
-    for (int first = 0; first * CHUNK<T> < columns; first += EACH) {
+    for (int first = 0; first < columns; first += EACH * CHUNK<T>) {
+        const int here = columns_from(first, EACH * CHUNK<T>, columns);
+        const int last = (here - 1) / CHUNK<T>;
+        const float in_last = static_cast<float>(here - last * CHUNK<T>);
+        float2 parts[EACH];
+        float counts[EACH], sum = 0.0f, squares = 0.0f;
 #pragma unroll
-        for (int i = first; i < first + EACH; ++i) {
-            const int count = columns_from(i * CHUNK<T>, CHUNK<T>, columns);
-            sum += count > 0 ? static_cast<float>(count) * from[i].x : 0.0f;
+        for (int i = 0; i < EACH; ++i) {
+            parts[i] = i <= last ? from[first / CHUNK<T> + i] : make_float2(0.0f, 0.0f);
+            counts[i] = i < last ? static_cast<float>(CHUNK<T>) : i == last ? in_last : 0.0f;
+            sum += counts[i] * parts[i].x;
         }
-    }
-    const float mean = sum * reciprocal(static_cast<float>(columns));
-#pragma unroll 1
-    for (int first = 0; first * CHUNK<T> < columns; first += EACH) {
+        const float mean = sum * reciprocal(static_cast<float>(here));
 #pragma unroll
-        for (int i = first; i < first + EACH; ++i) {
-            const int count = columns_from(i * CHUNK<T>, CHUNK<T>, columns);
-            const float apart = (count > 0 ? from[i].x : mean) - mean;
-            squares += count > 0 ? from[i].y + static_cast<float>(count) * (apart * apart) : 0.0f;
+        for (int i = 0; i < EACH; ++i) {
+            const float apart = parts[i].x - mean;
+            squares += parts[i].y + counts[i] * (apart * apart);
         }
+        moments = merged(moments, {static_cast<float>(here), mean, squares});
     }
-    return {static_cast<float>(columns), mean, squares};
+    return moments;
 }
 
-template <typename T>
-__device__ __forceinline__ Norm norm_of(const Moments& moments, const Layer<T>& layer) {
-    return {moments.mean, rsqrtf(moments.squares * reciprocal(static_cast<float>(layer.k)) + layer.eps)};
+__device__ __forceinline__ Norm norm_of(const Moments& moments, int k, float eps) {
+    return {moments.mean, rsqrtf(moments.squares * reciprocal(static_cast<float>(k)) + eps)};
 }
 
-// x for products by whole packs.
+// x for products by whole packs, of which a lane has some, a chunk apart.
 template <typename T>
 struct WholeRow {
     const Layer<T>& layer;
     const uint4* staged;  // LayerNorm(x), or NULL for x itself
 
-    __device__ __forceinline__ uint4 load(int column) const {
-        const bool there = column < layer.k;
+    template <int CHUNKS>
+    __device__ __forceinline__ void load(int column, uint4 (&x)[CHUNKS]) const {
         if (staged != nullptr) {
-            return there ? staged[column / PACK<T>] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                const int at = column + c * CHUNK<T>;
+                x[c] = at < layer.k ? staged[at / PACK<T>] : make_uint4(0, 0, 0, 0);
+            }
+        } else {
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                const int at = column + c * CHUNK<T>;
+                x[c] = load_fresh(layer.x + at, at < layer.k);
+            }
         }
-        return load_fresh(layer.x + column, there);
     }
     __device__ __forceinline__ static uint4 load_weights(const T* from, int count) { return load_once(from, count > 0); }
 };
@@ -142,14 +152,17 @@ struct ScatteredRow {
     const Layer<T>& layer;
     Norm norm;
 
-    __device__ __forceinline__ uint4 load(int column) const {
-        const int count = columns_from(column, PACK<T>, layer.k);
-        const uint4 pack = gather_fresh(layer.x + column, count);
-        if (layer.gamma == nullptr) {
-            return pack;
+    template <int CHUNKS>
+    __device__ __forceinline__ void load(int column, uint4 (&x)[CHUNKS]) const {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const int at = column + c * CHUNK<T>, count = columns_from(at, PACK<T>, layer.k);
+            x[c] = gather_fresh(layer.x + at, count);
+            if (layer.gamma != nullptr) {
+                const uint4 gamma = gather_words(layer.gamma + at, count);
+                x[c] = normalised<T>(x[c], gamma, gather_words(layer.beta + at, count), norm);
+            }
         }
-        return normalised<T>(pack, gather_words(layer.gamma + column, count), gather_words(layer.beta + column, count),
-                             norm);
     }
     __device__ __forceinline__ static uint4 load_weights(const T* from, int count) { return gather_words(from, count); }
 };
@@ -159,23 +172,25 @@ template <typename T>
 struct Element {
     const Layer<T>& layer;
     int column;
-    bool wanted;
+    bool wanted, kept;  // kept: in the KV cache
     float bias;
-    T* place;
+    KvRow row;
 
     __device__ __forceinline__ Element(const Layer<T>& l, int rows, int of, int skipped) : layer(l) {
         const int thread = thread_of_block();
         column = (static_cast<int>(blockIdx.x * blockDim.y) + thread / rows) * of + skipped + thread % rows;
         wanted = thread < static_cast<int>(blockDim.y) * rows && column < layer.n;
+        kept = wanted && column >= layer.kv.from;
         bias = wanted && layer.bias != nullptr ? to_float(layer.bias[column]) : 0.0f;
-        place = (wanted && column >= layer.kv.from ? layer.kv.row(0) : layer.out) + column;
+        row = kept ? layer.kv.row(0) : KvRow{0, 0};
     }
     __device__ __forceinline__ float load_before() const {
-        return to_float(load_fresh_element(place, wanted && layer.residual));
+        return to_float(load_fresh_element(layer.out + column, wanted && layer.residual));
     }
     __device__ __forceinline__ void store(float sum, float before) const {
         if (wanted) {
             const float value = activate(sum + bias, layer.activation);
+            T* place = (kept ? layer.kv.place(row) : layer.out) + column;
             *place = from_float<T>(layer.residual ? value + before : value);
         }
     }
@@ -187,6 +202,7 @@ template <typename T, int ROWS, int SLICES, bool STREAMED, typename Row>
 struct Product {
     static_assert(ROWS % 2 == 0, "the tensor cores take two rows");
     static constexpr int CHUNKS = SLICES * PACKS;
+    static constexpr int PITCH = MOST_WARPS * ROWS;  // from slice to slice among a block's sums
 
     const Layer<T>& layer;
     int row, column;  // the warp's first row of the weights, and where the lane's first pack begins
@@ -252,17 +268,17 @@ struct Product {
         const int lane = threadIdx.x % WARP, which = lane / (WARP / COUNT);
         if (lane % (WARP / COUNT) == 0 && which < WANTED) {
             const int slice = threadIdx.x / WARP * SLICES + which / ROWS;
-            sums[slice * (blockDim.y * ROWS) + threadIdx.y * ROWS + which % ROWS] = sum;
+            sums[slice * PITCH + threadIdx.y * ROWS + which % ROWS] = sum;
         }
     }
 
     // sum + the warps' sums for the thread's element, in order.
     __device__ __forceinline__ float add_slices(float sum, const float* sums) const {
-        const int rows = blockDim.y * ROWS, slices = blockDim.x / WARP * SLICES, thread = thread_of_block();
-        if (thread < rows) {
+        const int slices = blockDim.x / WARP * SLICES, thread = thread_of_block();
+        if (thread < static_cast<int>(blockDim.y) * ROWS) {
 #pragma unroll
             for (int s = 0; s < MOST_WARPS * SLICES; ++s) {
-                sum += s < slices ? sums[s * rows + thread] : 0.0f;
+                sum += s < slices ? sums[s * PITCH + thread] : 0.0f;
             }
         }
         return sum;
@@ -274,10 +290,7 @@ struct Product {
         float sum = 0.0f;
         for (int first = 0;;) {
             uint4 x[CHUNKS];
-#pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                x[c] = from.load(first + column + c * CHUNK<T>);
-            }
+            from.load(first + column, x);
             store_sums(x, sums);
             first += columns;
             if (STREAMED && first < layer.k) {
@@ -305,7 +318,7 @@ __device__ __forceinline__ Scales load_scales(const Layer<T>& layer, int column)
 
 // Normalises x in shared memory, each pack once. `scales`: those of the warp's first chunk.
 template <typename T>
-__device__ __forceinline__ void stage(const Layer<T>& layer, const Room<T>& room, Scales scales) {
+__device__ __forceinline__ void stage(const Layer<T>& layer, const Room& room, Scales scales) {
     const int stride = blockDim.y * blockDim.x * PACK<T>, first = thread_of_block() * PACK<T>;
     const int lane_column = threadIdx.x % WARP * PACK<T>;
     uint4* staged = room.staged;
@@ -318,7 +331,7 @@ __device__ __forceinline__ void stage(const Layer<T>& layer, const Room<T>& room
                          room.moments + begin / CHUNK<T>);
     }
     __syncthreads();
-    const Norm norm = norm_of(merge_chunks<T>(room.moments, layer.k), layer);
+    const Norm norm = norm_of(merge_chunks<T>(room.moments, layer.k), layer.k, layer.eps);
 #pragma unroll 1
     for (int column = first; column - lane_column < layer.k; column += stride) {
         if (column != first) {
@@ -331,47 +344,47 @@ __device__ __forceinline__ void stage(const Layer<T>& layer, const Room<T>& room
 
 // What x is shifted and scaled by, element by element.
 template <typename T>
-__device__ __forceinline__ Norm find_norm(const Layer<T>& layer, float2* room) {
+__device__ __noinline__ Norm find_norm(const T* x, int k, float eps, float2* room) {
     Moments moments = {0.0f, 0.0f, 0.0f};
     const int warps = blockDim.y * blockDim.x / WARP;
 #pragma unroll 1
-    for (int first = 0; first < layer.k; first += MOST_STAGED) {
-        const int columns = columns_from(first, MOST_STAGED, layer.k);
+    for (int first = 0; first < k; first += MOST_STAGED) {
+        const int columns = columns_from(first, MOST_STAGED, k);
 #pragma unroll 1
         for (int chunk = thread_of_block() / WARP; chunk * CHUNK<T> < columns; chunk += warps) {
             const int begin = first + chunk * CHUNK<T>, column = begin + threadIdx.x % WARP * PACK<T>;
-            const int count = columns_from(column, PACK<T>, layer.k);
-            store_moments<T>(gather_fresh(layer.x + column, count), count, columns_from(begin, CHUNK<T>, layer.k),
+            const int count = columns_from(column, PACK<T>, k);
+            store_moments<T>(gather_fresh(x + column, count), count, columns_from(begin, CHUNK<T>, k),
                              room + chunk);
         }
         __syncthreads();
         moments = merged(moments, merge_chunks<T>(room, columns));
         __syncthreads();  // they have been read
     }
-    return norm_of(moments, layer);
+    return norm_of(moments, k, eps);
 }
 
 // For what lies anywhere: two rows of a warp after the other, so that one function serves all kernels.
 template <typename T>
-__device__ __noinline__ void gemv_scattered(Layer<T> layer, Room<T> room, int rows) {
+__device__ __noinline__ void gemv_scattered(Layer<T> layer, Room room, int rows) {
     wait_for_previous();
     ScatteredRow<T> from = {layer, {0.0f, 0.0f}};
     if (layer.gamma != nullptr) {
-        from.norm = find_norm(layer, room.moments);
+        from.norm = find_norm(layer.x, layer.k, layer.eps, room.moments);
     }
 #pragma unroll 1
     for (int skipped = 0; skipped < rows; skipped += 2) {
-        const Element<T> element(layer, 2, rows, skipped);
         Product<T, 2, 1, true, ScatteredRow<T>> product(layer, rows, skipped);
         product.load_weights(0);
-        const float before = element.load_before();
-        element.store(product.run(from, room.sums), before);
+        const float sum = product.run(from, room.sums);
+        const Element<T> element(layer, 2, rows, skipped);
+        element.store(sum, element.load_before());
         __syncthreads();  // the sums have been read
     }
 }
 
 template <typename T, int ROWS, int SLICES, bool STREAMED>
-__device__ __forceinline__ void gemv_whole(const Layer<T>& layer, const Room<T>& room) {
+__device__ __forceinline__ void gemv_whole(const Layer<T>& layer, const Room& room) {
     Product<T, ROWS, SLICES, STREAMED, WholeRow<T>> product(layer, ROWS, 0);
     product.load_weights(0);
     const bool normed = layer.gamma != nullptr;
@@ -395,9 +408,9 @@ __device__ __forceinline__ void gemv(const Layer<T>& layer) {
     let_next_begin();
     const bool normed = layer.gamma != nullptr;
     const int slices = blockDim.x / WARP * SLICES;
-    Room<T> room;
+    Room room;
     room.sums = reinterpret_cast<float*>(memory);
-    room.moments = reinterpret_cast<float2*>(room.sums + MOST_WARPS * SLICES * ROWS);
+    room.moments = reinterpret_cast<float2*>(room.sums + MOST_WARPS * SLICES * (MOST_WARPS * ROWS));
     room.staged = reinterpret_cast<uint4*>(room.moments + MERGED<T>);
     const bool fits = STREAMED || layer.k <= slices * SLICE<T>;
     const bool staged = aligned16(layer.gamma) && aligned16(layer.beta) && layer.k <= MOST_STAGED;
@@ -409,8 +422,16 @@ __device__ __forceinline__ void gemv(const Layer<T>& layer) {
     }
 }
 
-#define ENTRY(T, suffix, rows, slices, streamed)                                                             \
-    extern "C" __global__ void __launch_bounds__(256, 2) gemv_##suffix(                                      \
+// Blocks of the smaller kernels that there are registers for on a multiprocessor: those of the kernels behind begin to
+// read their weights beside them, where they may begin early.
+#if __CUDA_ARCH__ >= 900
+constexpr int RESIDENT = 3;
+#else
+constexpr int RESIDENT = 2;
+#endif
+
+#define ENTRY(T, suffix, rows, slices, streamed, blocks)                                                     \
+    extern "C" __global__ void __launch_bounds__(256, blocks) gemv_##suffix(                                 \
         const T* x, const T* gamma, const T* beta, const T* weight, const T* bias, T* out,                   \
         const unsigned long long* spans, const int* positions, int n, int k, float eps, int activation,      \
         int residual, int kv_from, long long kv_offset, long long kv_stride) {                               \
@@ -418,17 +439,17 @@ __device__ __forceinline__ void gemv(const Layer<T>& layer) {
                                          {spans, positions, kv_from, kv_offset, kv_stride}, n, k, eps,       \
                                          activation, residual != 0});                                        \
     }
-ENTRY(f16, f16, 4, 2, true)
-ENTRY(f16, f16_2x1, 2, 1, false)
-ENTRY(f16, f16_4x1, 4, 1, false)
-ENTRY(f16, f16_6x1, 6, 1, false)
-ENTRY(f16, f16_8x1, 8, 1, false)
-ENTRY(f16, f16_2x2, 2, 2, false)
-ENTRY(f16, f16_4x2, 4, 2, false)
-ENTRY(bf16, bf16, 4, 2, true)
-ENTRY(bf16, bf16_2x1, 2, 1, false)
-ENTRY(bf16, bf16_4x1, 4, 1, false)
-ENTRY(bf16, bf16_6x1, 6, 1, false)
-ENTRY(bf16, bf16_8x1, 8, 1, false)
-ENTRY(bf16, bf16_2x2, 2, 2, false)
-ENTRY(bf16, bf16_4x2, 4, 2, false)
+ENTRY(f16, f16, 6, 1, true, 2)
+ENTRY(f16, f16_2x1, 2, 1, false, RESIDENT)
+ENTRY(f16, f16_4x1, 4, 1, false, RESIDENT)
+ENTRY(f16, f16_6x1, 6, 1, false, 2)
+ENTRY(f16, f16_8x1, 8, 1, false, 2)
+ENTRY(f16, f16_2x2, 2, 2, false, RESIDENT)
+ENTRY(f16, f16_4x2, 4, 2, false, 2)
+ENTRY(bf16, bf16, 6, 1, true, 2)
+ENTRY(bf16, bf16_2x1, 2, 1, false, RESIDENT)
+ENTRY(bf16, bf16_4x1, 4, 1, false, RESIDENT)
+ENTRY(bf16, bf16_6x1, 6, 1, false, 2)
+ENTRY(bf16, bf16_8x1, 8, 1, false, 2)
+ENTRY(bf16, bf16_2x2, 2, 2, false, RESIDENT)
+ENTRY(bf16, bf16_4x2, 4, 2, false, 2)

@@ -7,6 +7,13 @@
 
 // Column c >= from of row r is element positions[r] * stride + offset + c - from after the address spans[r]. Without
 // spans no column may be: `from` is then the number of columns.
+//
+// The two words of a row are read early, and put together late: who needs them does not wait for them.
+struct KvRow {
+    unsigned long long span;
+    int position;
+};
+
 template <typename T>
 struct KvPlaces {
     const unsigned long long* spans;
@@ -14,9 +21,11 @@ struct KvPlaces {
     int from;
     long long offset, stride;
 
-    // What is to be added a column to.
-    __device__ __forceinline__ T* row(int r) const {
-        return reinterpret_cast<T*>(spans[r]) + (positions[r] * stride + offset - from);
+    __device__ __forceinline__ KvRow row(int r) const { return {spans[r], positions[r]}; }
+
+    // What a column is to be added to.
+    __device__ __forceinline__ T* place(const KvRow& row) const {
+        return reinterpret_cast<T*>(row.span) + (row.position * stride + offset - from);
     }
 };
 

@@ -43,7 +43,7 @@ class Variant:
 
 
 VARIANTS: Final = {
-    "": Variant(4, 2, streamed=True),
+    "": Variant(6, 1, streamed=True),
     "2x1": Variant(2, 1),
     "4x1": Variant(4, 1),
     "6x1": Variant(6, 1),
@@ -90,7 +90,7 @@ SPEC: Final = OpSpec(
 def shared_bytes(variant: Variant, k: int) -> int:
     """Return the shared memory of a block: its sums, moments, and x where it is normalised there."""
     staged = -(-k // _CHUNK) * _CHUNK * 2 if k <= _MOST_STAGED else 0
-    return _WARPS * variant.slices * variant.rows * 4 + _MOST_STAGED // _CHUNK * 8 + staged
+    return _WARPS * variant.slices * _WARPS * variant.rows * 4 + _MOST_STAGED // _CHUNK * 8 + staged
 
 
 def shape(variant: Variant, k: int) -> tuple[int, int]:
