@@ -59,6 +59,22 @@ def check_columns(op: str, n: int, kv_from: int, *, in_place: bool, activation: 
     checks.integer(f"{op}: kv_from", kv_from, 0 if in_place else n, n)
 
 
+def check(
+    op: str,
+    gamma: int,
+    beta: int,
+    spans: int,
+    positions: int,
+    n: int,
+    kv_from: int,
+    activation: str,
+    residual: bool,
+) -> None:
+    """Check a launcher's arguments, in which NULL is 0 or None."""
+    check_pairs(op, gamma=gamma or None, beta=beta or None, spans=spans or None, positions=positions or None)
+    check_columns(op, n, kv_from, in_place=bool(spans), activation=activation, residual=residual)
+
+
 def reference(op: str, memory: DeviceMemory, v: dict[str, Any], x: Array, out: Array) -> None:
     """LayerNorm's reference, rounded to the element type, and the product's; ``x`` and ``out`` have rows."""
     gamma, beta, spans, positions = (v[name] for name in ("gamma", "beta", "spans", "positions"))

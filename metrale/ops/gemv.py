@@ -152,6 +152,7 @@ CASES: Final = (
     {"n": 97, "k": 256, "bias": False},
     {"n": 33, "k": 17},  # element by element
     {"n": 33, "k": 17, "norm": True, "kv": 10},
+    {"n": 1750, "k": 77, "bias": False},  # four rows a warp, element by element
     {"n": 64, "k": 48, "residual": True},
     {"n": 31, "k": 520, "residual": True, "bias": False},
     {"n": 40, "k": 24, "activation": "relu"},
@@ -222,9 +223,7 @@ def gemv(
         and ``positions`` is NULL, or a size is too large.
     """
     kv_from = n if kv_from is None else kv_from
-    pairs = {"gamma": gamma or None, "beta": beta or None, "spans": spans or None, "positions": positions or None}
-    dense.check_pairs(SPEC.name, **pairs)
-    dense.check_columns(SPEC.name, n, kv_from, in_place=bool(spans), activation=activation, residual=residual)
+    dense.check(SPEC.name, gamma, beta, spans, positions, n, kv_from, activation, residual)
     tensors = (x, gamma or NULL, beta or NULL, weight, bias or NULL, out, spans or NULL, positions or NULL)
-    sizes = (n, k, eps, ACTIVATION_NAMES.index(activation), int(residual), kv_from, kv_offset, kv_stride)
-    OP.launch(gpu, dtype, (*tensors, *sizes), stream)
+    options = (eps, ACTIVATION_NAMES.index(activation), int(residual), kv_from, kv_offset, kv_stride)
+    OP.launch(gpu, dtype, (*tensors, n, k, *options), stream)

@@ -51,9 +51,15 @@ KERNEL_MUTANTS: Final[dict[str, Changes]] = {
             "int warp = 1; warp < static_cast<int>(blockDim.x) / WARP",
             "int warp = 2; warp < static_cast<int>(blockDim.x) / WARP",
         ),
-        ("activate(sum + bias, layer.activation)", "activate(sum, layer.activation)"),
-        ("activate(sum + bias, layer.activation)", "activate(sum + bias, layer.activation == 2 ? 3 : 0)"),
-        ("activate(sum + bias, layer.activation)", "activate(sum, layer.activation) + bias"),
+        ("activate(sum + biases<T>()[element.within], layer.activation)", "activate(sum, layer.activation)"),
+        (
+            "activate(sum + biases<T>()[element.within], layer.activation)",
+            "activate(sum + biases<T>()[element.within], layer.activation == 2 ? 3 : 0)",
+        ),
+        (
+            "activate(sum + biases<T>()[element.within], layer.activation)",
+            "activate(sum, layer.activation) + biases<T>()[element.within]",
+        ),
         ("layer.residual ? value + before : value", "value"),
         ("layer.residual ? value + before : value", "layer.residual ? value - before : value"),
         (
@@ -76,7 +82,12 @@ KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ("product.multiply_group(tile + product.g,", "product.multiply_group(product.g,"),
         ("norm = product.find_norm(tile + product.g, moments)", "norm = product.find_norm(product.g, moments)"),
         ("weight_row < layer.n ? count : 0", "weight_row < layer.n ? count - (count > 1) : 0"),
+        ("if (element.column < layer.kv_from) {", "if (element.column <= layer.kv_from) {"),
+        ("kept_places<T>()[tile + row] + column", "kept_places<T>()[row] + column"),
+        ("kv.place(kv.row(thread))", "kv.place(kv.row(layer.rows - 1 - thread))"),
+        ("blockIdx.x * rows + thread;", "thread;"),
         # in the headers
+        ("row.position * stride + offset - from", "row.position * stride - from"),
         ("a.mean + apart * part", "a.mean + part"),
         ("a.squares + b.squares + apart * apart * (a.count * part)", "a.squares + b.squares"),
         ("squares[p] + static_cast<float>(counts[p]) * (apart * apart)", "squares[p]"),
