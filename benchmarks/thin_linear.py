@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The dense layers of a decode step by `thin_linear`, in every plan, beside layer_norm and the library's product.
 
+One row goes through every plan of `gemv`, too; its names begin with "gemv".
+
     python -m benchmarks.thin_linear --out thin_linear.json
 
 runs where a GPU is. Each plan's results are first compared with the op's reference, and a row's bits in batches of
@@ -24,9 +26,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from gpu_runtime import GpuBackend, LaunchPlan, dtypes
+from gpu_runtime import GpuBackend, LaunchPlan, Op, dtypes
 from metrale.bench.machine import describe
 from metrale.bench.timing import Clock, open_device, random_buffer
+from metrale.ops.gemv import OP as GEMV
+from metrale.ops.gemv import plan as gemv_plan
+from metrale.ops.gemv import plans as gemv_plans
 from metrale.ops.layer_norm import OP as LAYER_NORM
 from metrale.ops.linear import ACTIVATION_NAMES
 from metrale.ops.linear import OP as LINEAR
@@ -66,6 +71,14 @@ def layers(width: int) -> tuple[Layer, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """An op and a plan to launch it by."""
+
+    op: Op
+    how: LaunchPlan
+
+
 class Bench:
     """One layer's memory on the device: weights in several copies, and x, out and the like for the most rows."""
 
@@ -94,19 +107,34 @@ class Bench:
     def _options(self) -> tuple[int, int]:
         return ACTIVATION_NAMES.index(self.layer.activation), int(self.layer.residual)
 
-    def values(self, rows: int, copy: int) -> tuple[Any, ...]:
+    def values(self, op: Op, rows: int, copy: int) -> tuple[Any, ...]:
         """Return the op's arguments."""
         layer = self.layer
-        norm = (self.gamma, self.beta) if layer.norm else (0, 0)
-        return (
-            *(self.x, *norm, self.weight + copy * self.weight_bytes, self.bias, self.out),
-            *(rows, layer.n, layer.k, layer.k, layer.n, EPS, *self._options()),
-        )
+        activation, residual = self._options()
+        named = {
+            "x": self.x,
+            "gamma": self.gamma if layer.norm else 0,
+            "beta": self.beta if layer.norm else 0,
+            "weight": self.weight + copy * self.weight_bytes,
+            "bias": self.bias,
+            "out": self.out,
+            "rows": rows,
+            "n": layer.n,
+            "k": layer.k,
+            "x_stride": layer.k,
+            "out_stride": layer.n,
+            "eps": EPS,
+            "activation": activation,
+            "residual": residual,
+            "kv_from": layer.n,
+        }
+        return tuple(named.get(arg.name, 0) for arg in op.spec.args)  # nothing goes into a KV cache
 
-    def thin(self, rows: int, how: LaunchPlan, programmatic: bool) -> Callable[[int], None]:
+    def thin(self, rows: int, way: Way, programmatic: bool) -> Callable[[int], None]:
         """Return what enqueues the layer once with each copy of the weights."""
-        handle = self.gpu.kernel(OP.spec.name, how.entry)
-        calls = [self.values(rows, copy) for copy in range(self.copies)]
+        how = way.how
+        handle = self.gpu.kernel(way.op.spec.name, how.entry)
+        calls = [self.values(way.op, rows, copy) for copy in range(self.copies)]
 
         def enqueue(stream: int) -> None:
             for values in calls:
@@ -131,17 +159,20 @@ class Bench:
 
         return enqueue
 
-    def ways(self, rows: int) -> dict[str, LaunchPlan]:
+    def ways(self, rows: int) -> dict[str, Way]:
         """Return every launch plan by a short name."""
         dims = {"rows": rows, "n": self.layer.n, "k": self.layer.k}
-        found = plans(dims, self.dtype, self.gpu.limits())
-        return {f"{name or 'streamed'} {warps}w": how for (name, warps), how in found.items()}
+        given = (dims, self.dtype, self.gpu.limits())
+        found = {f"{name or 'streamed'} {warps}w": Way(OP, how) for (name, warps), how in plans(*given).items()}
+        if rows == 1:
+            found |= {f"gemv {name or 'streamed'}": Way(GEMV, how) for name, how in gemv_plans(*given).items()}
+        return found
 
     def chosen(self, rows: int) -> str:
-        """Return the name of the plan that the op chooses."""
+        """Return the name of the plan that the op chooses, for one row that of `gemv`."""
         dims = {"rows": rows, "n": self.layer.n, "k": self.layer.k}
-        best = plan(dims, self.dtype, self.gpu.limits())
-        return next(name for name, how in self.ways(rows).items() if how == best)
+        best = (gemv_plan if rows == 1 else plan)(dims, self.dtype, self.gpu.limits())
+        return next(name for name, way in self.ways(rows).items() if way.how == best)
 
     # results
 
@@ -150,10 +181,11 @@ class Bench:
         self.gpu.copy_d2h(address, array)
         return array
 
-    def _result(self, rows: int, before: Array, how: LaunchPlan) -> Array:
+    def _result(self, rows: int, before: Array, way: Way) -> Array:
         self.gpu.copy_h2d(before, self.out)
-        handle = self.gpu.kernel(OP.spec.name, how.entry)
-        self.gpu.launch(handle, how.grid, how.block, how.shared_bytes, 0, self.values(rows, 0))
+        how = way.how
+        handle = self.gpu.kernel(way.op.spec.name, how.entry)
+        self.gpu.launch(handle, how.grid, how.block, how.shared_bytes, 0, self.values(way.op, rows, 0))
         self.gpu.synchronize()
         return self._host(self.out, rows, self.layer.n)
 
@@ -163,7 +195,7 @@ class Bench:
         before = self._host(self.out, most, layer.n)
         out = before.copy()
         names = [arg.name for arg in OP.spec.args]
-        values = dict(zip(names, self.values(most, 0), strict=True))
+        values = dict(zip(names, self.values(OP, most, 0), strict=True))
         arrays = {
             "x": self._host(self.x, most, layer.k),
             "weight": self._host(self.weight, layer.n, layer.k),
@@ -171,18 +203,26 @@ class Bench:
             "gamma": self._host(self.gamma, layer.k) if layer.norm else None,
             "beta": self._host(self.beta, layer.k) if layer.norm else None,
             "out": out,
+            **dict.fromkeys(("memory", "spans", "positions")),
         }
         OP.reference(**{**values, **arrays})
         exact = out.astype(np.float64)
         limit = 2 * OP.spec.tolerance.of(self.dtype) * np.abs(exact).max()  # the reference rounds, too
-        for name, how in self.ways(most).items():
-            whole = self._result(most, before, how)
-            error = np.abs(whole.astype(np.float64) - exact).max()
+        what = f"{layer.name} {layer.n}x{layer.k}"
+        seen: dict[bytes, str] = {}
+        for name, way in {**self.ways(1), **self.ways(most)}.items():
+            one = way.op is GEMV
+            whole = self._result(1 if one else most, before, way)
+            error = np.abs(whole.astype(np.float64) - exact[: len(whole)]).max()
             if not error <= limit:
-                yield f"{layer.name} {layer.n}x{layer.k}, {name}: error {error:.3g}, tolerance {limit:.3g}"
-            for rows in (1, 5, 8, 16, 33) if self.gpu.kind() == "cuda" else ():  # a BLAS adds in other orders
-                if self._result(rows, before, how).tobytes() != whole[:rows].tobytes():
-                    yield f"{layer.name} {layer.n}x{layer.k}, {name}: other bits among {rows} rows than among {most}"
+                yield f"{what}, {name}: error {error:.3g}, tolerance {limit:.3g}"
+            if self.gpu.kind() != "cuda":  # a BLAS adds in other orders
+                continue
+            if one and seen.setdefault(whole.tobytes(), name) != next(iter(seen.values())):
+                yield f"{what}, {name}: other bits than {next(iter(seen.values()))}"
+            for rows in () if one else (1, 5, 8, 16, 33):
+                if self._result(rows, before, way).tobytes() != whole[:rows].tobytes():
+                    yield f"{what}, {name}: other bits among {rows} rows than among {most}"
         self.gpu.copy_h2d(before, self.out)
 
 
@@ -196,8 +236,8 @@ def measure(bench: Bench, clock: Clock, rows: int, repeats: int) -> dict[str, An
     if bench.layer.norm:
         found["layer_norm_library_us"] = us(bench.library(rows, norm=True))
     found["chosen"] = bench.chosen(rows)
-    found["thin_us"] = {name: us(bench.thin(rows, how, False)) for name, how in bench.ways(rows).items()}
-    found["thin_programmatic_us"] = {name: us(bench.thin(rows, how, True)) for name, how in bench.ways(rows).items()}
+    found["thin_us"] = {name: us(bench.thin(rows, way, False)) for name, way in bench.ways(rows).items()}
+    found["thin_programmatic_us"] = {name: us(bench.thin(rows, way, True)) for name, way in bench.ways(rows).items()}
     return found
 
 

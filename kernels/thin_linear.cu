@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
 // out = activation(n(x) weight^T + bias), or out += ...; n(x) is x, or with gamma and beta LayerNorm(x), rounded to T.
+// The last columns may go into the KV cache instead.
 //
 // Layout     x is [rows, k], rows x_stride elements apart; gamma, beta: [k], both or neither NULL; weight: [n, k]; bias:
-//            [n] or NULL; out: [rows, n], rows out_stride apart. activation is a number of common/activation.cuh.
+//            [n] or NULL; out: [rows, kv_from], rows out_stride apart. Columns from kv_from on go where
+//            common/kv_places.cuh says; spans, positions: [rows], both or neither NULL, and without them kv_from is n.
+//            activation is a number of common/activation.cuh, none with residual or spans.
 // Alignment  One element. Packs are moved whole where all addresses are multiples of 16 bytes, and k and x_stride of a
 //            pack; else everything goes element by element, slowly, to the same bits.
 // Launch     Grid (n / (8 * GROUPS) rounded up, 1, 1); block: 8 or 16 warps. Shared memory:
 //            metrale.ops.thin_linear.shared_bytes. May begin before the kernel ahead has ended, if nothing that is still
-//            under way writes gamma, beta, weight or bias.
-// Aliasing   out overlaps nothing that is read.
+//            under way writes gamma, beta, weight, bias, spans or positions.
+// Aliasing   out and the places in the KV cache overlap nothing that is read.
 // Order      A row's bits depend on its own elements, the weights and the number of warps: not on the other rows, not on
 //            its place, not on alignment, not on the entry point.
 // Numbers    Products of T summed in float on the tensor cores; LayerNorm, bias, activation and residual in float.
@@ -24,6 +27,7 @@
 #include "common/activation.cuh"
 #include "common/attention.cuh"
 #include "common/dependent.cuh"
+#include "common/kv_places.cuh"
 #include "common/moments.cuh"
 
 constexpr int LANES = 4;           // lanes that hold one row of x, or of the weights
@@ -32,6 +36,8 @@ constexpr int GROUP = 8;           // rows of the weights that a lane has one of
 constexpr int MOST_WARPS = 16;     // of a block
 constexpr int MERGED = 2;          // chunks that moments are formed of
 constexpr int MOST_STAGED = 8192;  // columns whose gamma and beta fit into shared memory
+constexpr int MOST_ROWS = 64;      // of x
+constexpr int MOST_GROUPS = 4;     // of a block
 
 constexpr int PITCH = TILE * GROUP + GROUP;  // floats from group to group among a warp's sums: no bank conflicts
 
@@ -56,6 +62,7 @@ struct Layer {
     float eps;
     int activation;
     bool residual;
+    int kv_from;
 };
 
 // A lane's share of k. Of each of its warp's chunks it has a pack; `there` counts those that begin within k.
@@ -65,7 +72,21 @@ struct Share {
     int there;
 };
 
-// A block's shared memory.
+// What each row's columns in the KV cache are to be added to, if there are any: the first MOST_ROWS words of a block's
+// shared memory. It lies where the compiler knows, so that nothing has to be kept in a register to find it.
+template <typename T>
+__device__ __forceinline__ T** kept_places() {
+    extern __shared__ uint4 memory[];
+    return reinterpret_cast<T**>(memory);
+}
+
+// Behind it, the bias of the block's rows of the weights.
+template <typename T>
+__device__ __forceinline__ float* biases() {
+    return reinterpret_cast<float*>(kept_places<T>() + MOST_ROWS);
+}
+
+// The rest of it.
 struct Room {
     float* sums;      // [warps][GROUPS][PITCH]: 8 rows of x by 8 of the weights
     float2* moments;  // [warps][TILE]: mean and squares
@@ -133,13 +154,23 @@ struct Element {
     __device__ __forceinline__ T* place(const Layer<T>& layer, int tile) const {
         return layer.out + (tile + row) * layer.out_stride + column;
     }
+    __device__ __forceinline__ T* kept_place(int tile) const {
+        return kept_places<T>()[tile + row] + column;
+    }
 };
 
+// Leaves the bias, and where each row's columns in the KV cache are, in shared memory. There are as many threads as rows,
+// of x or of the weights, or more.
 template <typename T>
-__device__ __forceinline__ float load_bias(const Layer<T>& layer, int groups) {
-    const Element<T> element(groups);
-    const bool there = layer.bias != nullptr && element.row < TILE && element.column < layer.n;
-    return there ? to_float(layer.bias[element.column]) : 0.0f;
+__device__ __forceinline__ void store_early(const Layer<T>& layer, const KvPlaces<T>& kv, int groups) {
+    const int thread = thread_again(), rows = groups * GROUP, column = blockIdx.x * rows + thread;
+    if (thread < rows) {
+        const bool there = layer.bias != nullptr && column < layer.n;
+        biases<T>()[thread] = there ? to_float(layer.bias[column]) : 0.0f;
+    }
+    if (kv.spans != nullptr && thread < layer.rows) {
+        kept_places<T>()[thread] = kv.place(kv.row(thread));
+    }
 }
 
 // What `out` holds, if it is added to.
@@ -152,7 +183,7 @@ __device__ __forceinline__ float load_before(const Layer<T>& layer, int groups, 
 
 // Adds the warps' sums in order, and writes the result.
 template <typename T>
-__device__ __forceinline__ void finish(const Layer<T>& layer, int groups, int tile, float bias, float before,
+__device__ __forceinline__ void finish(const Layer<T>& layer, int groups, int tile, float before,
                                        const float* sums) {
     const Element<T> element(groups);
     if (element.wanted(layer, tile)) {
@@ -162,8 +193,13 @@ __device__ __forceinline__ void finish(const Layer<T>& layer, int groups, int ti
         for (int warp = 1; warp < static_cast<int>(blockDim.x) / WARP; ++warp) {
             sum += from[warp * (groups * PITCH)];
         }
-        const float value = activate(sum + bias, layer.activation);
-        *element.place(layer, tile) = from_float<T>(layer.residual ? value + before : value);
+        const float value = activate(sum + biases<T>()[element.within], layer.activation);
+        const T result = from_float<T>(layer.residual ? value + before : value);
+        if (element.column < layer.kv_from) {
+            *element.place(layer, tile) = result;
+        } else {
+            *element.kept_place(tile) = result;
+        }
     }
 }
 
@@ -384,7 +420,7 @@ struct Whole {
         __syncthreads();
     }
 
-    __device__ __forceinline__ void run() {
+    __device__ __forceinline__ void run(const KvPlaces<T>& kv) {
         const bool normed = layer.gamma != nullptr;
 #pragma unroll
         for (int r = 0; r < GROUPS; ++r) {
@@ -398,7 +434,7 @@ struct Whole {
         if (normed) {
             load_staged(staged, 0);
         }
-        const float bias = load_bias(layer, GROUPS);
+        store_early(layer, kv, GROUPS);
         wait_for_previous();
         load_window(0, 0);
         if (normed) {
@@ -416,7 +452,7 @@ struct Whole {
             float before = EARLY ? load_before(layer, GROUPS, tile) : 0.0f;
             multiply_tile(tile, normed, norm);
             before = EARLY ? before : load_before(layer, GROUPS, tile);
-            finish(layer, GROUPS, tile, bias, before, room.sums);
+            finish(layer, GROUPS, tile, before, room.sums);
         }
     }
 };
@@ -476,7 +512,6 @@ __device__ __noinline__ void thin_linear_scattered(Layer<T> layer, int groups, f
     const int thread = threadIdx.x, chunks = chunks_of<T>(layer.k);
     const Share share = share_of<T>(layer.k, chunks, thread);
     const Scattered<T> product = {layer, share, chunks, thread % WARP / LANES};
-    const float bias = load_bias(layer, groups);
     wait_for_previous();
 #pragma unroll 1
     for (int tile = 0; tile < layer.rows; tile += TILE) {
@@ -493,47 +528,44 @@ __device__ __noinline__ void thin_linear_scattered(Layer<T> layer, int groups, f
             product.multiply_group(tile + product.g, weight_row, norm, to);
         }
         __syncthreads();
-        finish(layer, groups, tile, bias, before, sums);
+        finish(layer, groups, tile, before, sums);
     }
 }
 
 template <typename T, int GROUPS, int CHUNKS, int WINDOW, bool STREAMED>
-__device__ __forceinline__ void thin_linear(const Layer<T>& layer) {
-    extern __shared__ uint4 memory[];
+__device__ __forceinline__ void thin_linear(const Layer<T>& layer, const KvPlaces<T>& kv) {
     let_next_begin();
     const int warps = blockDim.x / WARP, chunks = chunks_of<T>(layer.k);
     Room room;
-    room.sums = reinterpret_cast<float*>(memory);
+    room.sums = biases<T>() + MOST_GROUPS * GROUP;
     room.moments = reinterpret_cast<float2*>(room.sums + warps * (GROUPS * PITCH));
     room.staged = reinterpret_cast<uint4*>(room.moments + warps * TILE);
     const bool whole = layer.k % PACK<T> == 0 && rows_aligned16(layer.x, layer.x_stride) && aligned16(layer.weight);
     const bool staged = aligned16(layer.gamma) && aligned16(layer.beta) && layer.k <= MOST_STAGED;
     if (whole && (layer.gamma == nullptr || staged) && (STREAMED || chunks <= CHUNKS)) {
-        Whole<T, GROUPS, CHUNKS, WINDOW, STREAMED>(layer, room, chunks).run();
+        Whole<T, GROUPS, CHUNKS, WINDOW, STREAMED>(layer, room, chunks).run(kv);
     } else {
+        store_early(layer, kv, GROUPS);
         thin_linear_scattered(layer, GROUPS, room.sums, room.moments);
     }
 }
 
-#define ENTRY(T, suffix, groups, chunks, window, streamed)                                                     \
-    extern "C" __global__ void __launch_bounds__(512) thin_linear_##suffix(                                    \
-        const T* x, const T* gamma, const T* beta, const T* weight, const T* bias, T* out, int rows, int n,    \
-        int k, long long x_stride, long long out_stride, float eps, int activation, int residual) {            \
-        thin_linear<T, groups, chunks, window, streamed>({x, gamma, beta, weight, bias, out, rows, n, k,       \
-                                                          x_stride, out_stride, eps, activation,               \
-                                                          residual != 0});                                     \
+#define ENTRY(T, suffix, groups, chunks, window, streamed)                                                       \
+    extern "C" __global__ void __launch_bounds__(512) thin_linear_##suffix(                                      \
+        const T* x, const T* gamma, const T* beta, const T* weight, const T* bias, T* out,                       \
+        const unsigned long long* spans, const int* positions, int rows, int n, int k, long long x_stride,       \
+        long long out_stride, float eps, int activation, int residual, int kv_from, long long kv_offset,         \
+        long long kv_stride) {                                                                                   \
+        thin_linear<T, groups, chunks, window, streamed>({x, gamma, beta, weight, bias, out, rows, n, k,         \
+                                                          x_stride, out_stride, eps, activation, residual != 0,  \
+                                                          kv_from},                                              \
+                                                         {spans, positions, kv_from, kv_offset, kv_stride});     \
     }
 ENTRY(f16, f16, 2, 8, 2, true)
-ENTRY(f16, f16_1x4, 1, 4, 4, false)
-ENTRY(f16, f16_2x4, 2, 4, 4, false)
 ENTRY(f16, f16_3x4, 3, 4, 4, false)
 ENTRY(f16, f16_4x4, 4, 4, 4, false)
 ENTRY(f16, f16_1x8, 1, 8, 4, false)
-ENTRY(f16, f16_1x16, 1, 16, 4, false)
 ENTRY(bf16, bf16, 2, 8, 2, true)
-ENTRY(bf16, bf16_1x4, 1, 4, 4, false)
-ENTRY(bf16, bf16_2x4, 2, 4, 4, false)
 ENTRY(bf16, bf16_3x4, 3, 4, 4, false)
 ENTRY(bf16, bf16_4x4, 4, 4, 4, false)
 ENTRY(bf16, bf16_1x8, 1, 8, 4, false)
-ENTRY(bf16, bf16_1x16, 1, 16, 4, false)

@@ -109,7 +109,7 @@ def kinds(calls: Sequence[Call]) -> dict[tuple[str, int], list[Call]]:
     found: dict[tuple[str, int], list[Call]] = {}
     for call in calls:
         dims = call.dims
-        rows = next((dims[name] for name in ("rows", "tokens", "groups") if name in dims), 0)
+        rows = next((dims[name] for name in ("rows", "tokens", "groups") if name in dims), 1)  # gemv has one row
         found.setdefault((call.label, rows), []).append(call)
     return found
 

@@ -121,12 +121,13 @@ class Call:
     def label(self) -> str:
         """What kind of work this is: launches of the same kind and sizes differ only in their addresses."""
         name, dims = self.spec.name, self.dims
-        if name in ("linear", "thin_linear"):
+        if name in ("linear", "thin_linear", "gemv"):
             from metrale.ops.linear import ACTIVATION_NAMES
 
             after = "" if not dims["activation"] else f" {ACTIVATION_NAMES[dims['activation']]}"
-            normed = " normed" if name == "thin_linear" and self.value("gamma") else ""
-            return f"{name} {dims['n']}x{dims['k']}{normed}{after}{' +=' if dims['residual'] else ''}"
+            normed = " normed" if name != "linear" and self.value("gamma") else ""
+            kept = " to kv" if self.spec.indirect and self.value("spans") else ""
+            return f"{name} {dims['n']}x{dims['k']}{normed}{after}{' +=' if dims['residual'] else ''}{kept}"
         if name == "decode_attention":
             fused = dims["q_stride"] > dims["heads"] * dims["head_dim"]  # q lies between its keys and values
             beams = ", beams" if self.value("ancestry") else ""
@@ -164,7 +165,10 @@ def _traffic(call: Call, arg: Arg, dims: Dims) -> Cost:
 
 
 def _linear(call: Call, dims: Mapping[str, int]) -> Cost:
-    return Cost(flop=2 * dims["rows"] * dims["n"] * dims["k"])
+    """`gemv` has one row. Columns from `kv_from` on, where there is such a parameter, go into the KV cache."""
+    rows = dims.get("rows", 1)
+    kept = rows * (dims["n"] - dims.get("kv_from", dims["n"]))
+    return Cost(kv=kept * dtypes.itemsize(call.dtype), flop=2 * rows * dims["n"] * dims["k"])
 
 
 def _decode_attention(call: Call, dims: Mapping[str, int]) -> Cost:
@@ -255,6 +259,7 @@ def _lora_up(call: Call, dims: Mapping[str, int]) -> Cost:
 RULES: Final = {
     "linear": _linear,
     "thin_linear": _linear,
+    "gemv": _linear,
     "decode_attention": _decode_attention,
     "attention_weights": _attention_weights,
     "packed_attention": _packed_attention,

@@ -16,7 +16,7 @@ from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.nllb.device_weights import DeviceWeights
 from metrale.nllb.kv import Span
-from metrale.nllb.layers import Rows
+from metrale.nllb.layers import KvPlaces, Rows
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.step_graphs import StepGraphs
 from metrale.nllb.workspace import Workspace
@@ -246,20 +246,8 @@ class Decoder:
         config, layer = self._shape.config, self._weights.decoder[index]
         d = config.d_model
         keys = index * 2 * d  # where this layer's keys are in a KV position; its values follow them
-        rows.dense(rows.h, layer.qkv, rows.wide, 3 * d, norm=layer.norm)
-        ops.kv_scatter(
-            self._gpu,
-            rows.wide.offset(d * self._shape.itemsize),
-            table["write_spans"],
-            table["positions"],
-            rows=rows.count,
-            width=2 * d,
-            src_stride=3 * d,
-            offset=keys,
-            kv_stride=self._shape.kv_width,
-            dtype=self._shape.dtype,
-            stream=rows.stream,
-        )
+        kv = KvPlaces(table["write_spans"], table["positions"], keys, 2 * d)
+        rows.dense(rows.h, layer.qkv, rows.wide, 3 * d, norm=layer.norm, kv=kv)
         self._attend(rows, table["self_spans"], table["self_lengths"], 3 * d, keys, fresh=depth, **ancestry)
         rows.add_attention(layer.out)
         rows.dense(rows.h, layer.cross_q, rows.wide, d, norm=layer.cross_norm)

@@ -15,7 +15,7 @@ from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.nllb.device_weights import DeviceWeights
 from metrale.nllb.kv import Span
-from metrale.nllb.layers import Rows
+from metrale.nllb.layers import KvPlaces, Rows
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.workspace import CROSS_KV_ROWS, Workspace
 
@@ -110,17 +110,5 @@ class Encoder:
         for first in range(0, rows.count, CROSS_KV_ROWS):
             count = min(CROSS_KV_ROWS, rows.count - first)
             some = rows.part(first, count)
-            some.dense(some.h, self._weights.cross_kv, some.wide, width)
-            ops.kv_scatter(
-                self._gpu,
-                rows.wide,
-                spans.offset(first * 8),
-                positions.offset(first * 4),
-                rows=count,
-                width=width,
-                src_stride=width,
-                offset=0,
-                kv_stride=width,
-                dtype=shape.dtype,
-                stream=rows.stream,
-            )
+            kv = KvPlaces(spans.offset(first * 8), positions.offset(first * 4), 0, width)
+            some.dense(some.h, self._weights.cross_kv, some.wide, width, kv=kv)

@@ -4,24 +4,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Any, Final, NamedTuple, Self
 
-from gpu_runtime.backend import NULL, GpuBackend
+from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.nllb.device_weights import Dense, LowRank
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.workspace import GemmSpace, Workspace
-from metrale.ops.thin_linear import DTYPES as THIN_DTYPES
+from metrale.ops.dense import DTYPES as THIN_DTYPES
 
 LAYER_NORM_EPS: Final = 1e-5
 """Epsilon of every LayerNorm of the family."""
 
 THIN_ROWS: Final = 16
 THIN_WEIGHTS: Final = 1 << 22
-"""Up to so many rows, and so many elements of weights, `metrale.ops.thin_linear` is faster than the library's product
-(measured on an H200; docs/performance.md)."""
+"""Up to so many rows, and so many elements of weights, `metrale.ops.thin_linear` is faster than the library's product;
+for one row `metrale.ops.gemv` always is (measured on an H200; docs/performance.md)."""
+
+
+class KvPlaces(NamedTuple):
+    """Where the last columns of a product go in the KV cache, as `metrale.ops.kv_scatter` takes it.
+
+    Attributes
+    ----------
+    spans, positions : DevicePtr
+        Of each row.
+    offset : int
+        Of the first of them in a position, in elements.
+    width : int
+        How many they are.
+    """
+
+    spans: DevicePtr
+    positions: DevicePtr
+    offset: int
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +147,17 @@ class Rows:
         norm: Dense | None = None,
         activation: str = "none",
         residual: bool = False,
+        kv: KvPlaces | None = None,
     ) -> None:
         """Multiply ``source`` (``[count, k]``; ``k`` is ``d`` when None) into ``out`` (``[count, n]``).
 
-        With ``norm`` it is ``x`` that is normalised first, and ``source`` is where that may go: ``h``.
+        With ``norm`` it is ``x`` that is normalised first, and ``source`` is where that may go: ``h``. With ``kv`` the
+        last columns go into the KV cache, and what ``out`` has of them is undefined.
         """
         k = self.shape.config.d_model if k is None else k
         low_rank = None if self.adapters.is_null else weights.low_rank
         if low_rank is None and self._is_thin(n, k):
-            self._thin(source, weights, out, n, k, norm, activation, residual)
+            self._thin(source, weights, out, n, k, norm, activation, residual, kv)
             return
         if norm is not None:
             self.norm(norm, source)
@@ -158,9 +179,13 @@ class Rows:
         )
         if low_rank is not None:
             self._add_low_rank(source, low_rank, out, k, activation)
+        if kv is not None:
+            self._scatter(out, n, kv)
 
     def _is_thin(self, n: int, k: int) -> bool:
-        return self.count <= THIN_ROWS and n * k <= THIN_WEIGHTS and self.shape.dtype in THIN_DTYPES
+        if self.shape.dtype not in THIN_DTYPES:
+            return False
+        return self.count == 1 or (self.count <= THIN_ROWS and n * k <= THIN_WEIGHTS)
 
     def _thin(
         self,
@@ -172,22 +197,33 @@ class Rows:
         norm: Dense | None,
         activation: str,
         residual: bool,
+        kv: KvPlaces | None,
     ) -> None:
-        ops.thin_linear(
+        options: dict[str, Any] = {"dtype": self.shape.dtype, "activation": activation, "residual": residual}
+        if norm is not None:
+            source = self.x
+            options |= {"gamma": norm.weight, "beta": norm.bias, "eps": LAYER_NORM_EPS}
+        if kv is not None:
+            options |= {"spans": kv.spans, "positions": kv.positions, "kv_from": n - kv.width}
+            options |= {"kv_offset": kv.offset, "kv_stride": self.shape.kv_width}
+        if self.count == 1:
+            ops.gemv(self.gpu, source, weights.weight, weights.bias, out, n=n, k=k, **options, stream=self.stream)
+        else:
+            options |= {"rows": self.count, "n": n, "k": k, "out_stride": n}
+            ops.thin_linear(self.gpu, source, weights.weight, weights.bias, out, **options, stream=self.stream)
+
+    def _scatter(self, out: DevicePtr, n: int, kv: KvPlaces) -> None:
+        ops.kv_scatter(
             self.gpu,
-            source if norm is None else self.x,
-            weights.weight,
-            weights.bias,
-            out,
+            out.offset((n - kv.width) * self.shape.itemsize),
+            kv.spans,
+            kv.positions,
             rows=self.count,
-            n=n,
-            k=k,
-            gamma=NULL if norm is None else norm.weight,
-            beta=NULL if norm is None else norm.bias,
-            eps=LAYER_NORM_EPS,
+            width=kv.width,
+            src_stride=n,
+            offset=kv.offset,
+            kv_stride=self.shape.kv_width,
             dtype=self.shape.dtype,
-            activation=activation,
-            residual=residual,
             stream=self.stream,
         )
 

@@ -7,6 +7,7 @@ from metrale.ops.beam_candidates import beam_candidates
 from metrale.ops.beam_select import beam_select
 from metrale.ops.decode_attention import decode_attention
 from metrale.ops.embed import embed
+from metrale.ops.gemv import gemv
 from metrale.ops.kv_scatter import kv_scatter
 from metrale.ops.layer_norm import layer_norm
 from metrale.ops.linear import linear
@@ -25,6 +26,7 @@ __all__ = [
     "beam_select",
     "decode_attention",
     "embed",
+    "gemv",
     "kv_scatter",
     "layer_norm",
     "linear",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """A dense layer for few rows, with the LayerNorm ahead of it: ``out = activation(n(x) @ weight^T + bias)``.
 
-``n(x)`` is ``x``, or ``LayerNorm(x)`` rounded to the element type: what `layer_norm` followed by `linear` computes, up
-to the order of sums. Or ``out += n(x) @ weight^T + bias``. With few rows, as in decoding, reading the weights is what
-takes the time; the kernel begins to read them before the kernel ahead of it has ended.
+What `layer_norm` followed by `linear` computes, up to the order of sums, and `kv_scatter` after them;
+`metrale.ops.dense` says more. With few rows, as in decoding, reading the weights is what takes the time; the kernel
+begins to read them before the kernel ahead of it has ended.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import metrale_kernels
 import numpy as np
 
 from gpu_runtime.backend import NULL, GpuBackend
-from gpu_runtime.gemm import gemm_reference
 from gpu_runtime.limits import Limits
-from gpu_runtime.op import REGISTRY, Dims, Inputs, LaunchPlan, Op, OpSpec, Tolerance, scalar, tensor
+from gpu_runtime.op import REGISTRY, DeviceMemory, Dims, LaunchPlan, Op, OpSpec, scalar, tensor
 from gpu_runtime.streams import StreamLike
-from metrale.ops import inputs
-from metrale.ops.layer_norm import reference as normalise
+from metrale.ops import dense
 from metrale.ops.linear import ACTIVATION_NAMES
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -47,25 +45,20 @@ class Variant:
 
 VARIANTS: Final = {
     "": Variant(2, 8, streamed=True),
-    "1x4": Variant(1, 4),
-    "2x4": Variant(2, 4),
     "3x4": Variant(3, 4),
     "4x4": Variant(4, 4),
     "1x8": Variant(1, 8),
-    "1x16": Variant(1, 16),
 }
 """The entry points by their endings."""
 
 MOST_ROWS: Final = 64
-MOST_K: Final = 1 << 24
 
 _GROUP: Final = 8  # rows of the weights in a group
+_MOST_GROUPS: Final = 4  # of a block
 _TILE: Final = 8  # rows of x that are multiplied at once
 _CHUNK: Final = 32  # columns of a chunk
 _PITCH: Final = _TILE * _GROUP + _GROUP  # floats of a group's sums
 _MOST_STAGED: Final = 8192  # columns whose gamma and beta the kernel keeps in shared memory
-
-DTYPES: Final = ("f16", "bf16")
 
 SPEC: Final = OpSpec(
     name="thin_linear",
@@ -75,7 +68,9 @@ SPEC: Final = OpSpec(
         tensor("beta", "in", "T", "k", optional=True),
         tensor("weight", "in", "T", "n", "k"),
         tensor("bias", "in", "T", "n", optional=True),
-        tensor("out", "inout", "T", "rows", "n", row_stride="out_stride", reads_when="residual"),
+        tensor("out", "inout", "T", "rows", "kv_from", row_stride="out_stride", reads_when="residual"),
+        tensor("spans", "in", "u64", "rows", optional=True),
+        tensor("positions", "in", "i32", "rows", optional=True),
         scalar("rows", "i32"),
         scalar("n", "i32"),
         scalar("k", "i32"),
@@ -84,10 +79,13 @@ SPEC: Final = OpSpec(
         scalar("eps", "f32"),
         scalar("activation", "i32"),
         scalar("residual", "i32"),
+        scalar("kv_from", "i32"),
+        scalar("kv_offset", "i64"),
+        scalar("kv_stride", "i64"),
     ),
-    # One rounding; and where LayerNorm's result lies between two elements, its last bit may choose the other one.
-    tolerance=Tolerance(f32=2e-6, f16=1.5 * 2**-11, bf16=1.5 * 2**-8),
-    dtypes=DTYPES,
+    tolerance=dense.TOLERANCE,
+    dtypes=dense.DTYPES,
+    indirect=True,
     variants=tuple(VARIANTS)[1:],
 )
 
@@ -99,10 +97,10 @@ def chunks_of(k: int, warps: int) -> int:
 
 
 def shared_bytes(variant: Variant, warps: int, k: int) -> int:
-    """Return the shared memory of a block: the warps' sums, the moments of 8 rows, and gamma and beta."""
+    """Return the shared memory of a block: the warps' sums and moments, places, bias, gamma, beta."""
     batches = -(-chunks_of(k, warps) // variant.chunks)
     staged = batches * variant.chunks * 2 * _CHUNK * 2 if k <= _MOST_STAGED else 0
-    return warps * (variant.groups * _PITCH * 4 + _TILE * 8 + staged)
+    return warps * (variant.groups * _PITCH * 4 + _TILE * 8 + staged) + MOST_ROWS * 8 + _MOST_GROUPS * _GROUP * 4
 
 
 def plans(dims: Dims, dtype: str, limits: Limits) -> dict[tuple[str, int], LaunchPlan]:
@@ -125,90 +123,31 @@ def plans(dims: Dims, dtype: str, limits: Limits) -> dict[tuple[str, int], Launc
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     """Choose by n and k alone, so that a row has the same bits in every batch.
 
-    A warp's share of k fits into registers where k is at most 8,192. Of short weights a block takes so many rows that
-    there is about one block a multiprocessor; of longer ones it takes few, and more warps split k.
+    A warp's share of k fits into registers where k is at most 4,096. Of short weights a block takes more rows, so that
+    blocks of the kernel behind find room beside it; of longer ones more warps split k. What is chosen was the fastest
+    on an H200, or close to it, for the layers of decoders 1,024 and 2,048 wide (`python -m benchmarks.thin_linear`).
 
     Raises
     ------
     ValueError
         When there are more rows than the op is for, or k is beyond what the kernel's numbers hold.
     """
-    for name, most in (("rows", MOST_ROWS), ("k", MOST_K)):
-        if dims[name] > most:
-            raise ValueError(f"thin_linear: {name}: expected at most {most}, got {dims[name]}")
-    k, each = dims["k"], -(-dims["n"] // (_GROUP * limits.sm_count))  # groups of weights for each multiprocessor
+    dense.check_sizes(SPEC.name, dims, {"rows": MOST_ROWS, "k": dense.MOST_K})
+    k = dims["k"]
     if k <= 1024:
-        choice = f"{min(max(each, 1), 4)}x4", 8
+        choice = "3x4", 8
     elif k <= 2048:
-        choice = "1x4" if each <= 1 else "2x4", 16
-    elif k <= 8192:
-        choice = "1x8" if k <= 4096 else "1x16", 16
+        choice = "4x4", 16
+    elif k <= 4096:
+        choice = "1x8", 16
     else:
-        choice = "", 8
+        choice = "", 16
     return plans(dims, dtype, limits)[choice]
 
 
-def reference(
-    *,
-    x: Array,
-    gamma: Array | None,
-    beta: Array | None,
-    weight: Array,
-    bias: Array | None,
-    out: Array,
-    rows: int,
-    k: int,
-    eps: float,
-    activation: int,
-    residual: int,
-    **_: Any,
-) -> None:
-    """LayerNorm's reference, rounded to the element type, and the product's."""
-    _check_norm(gamma, beta)
-    if gamma is not None and beta is not None:
-        plain, x = x, np.empty((rows, k), dtype=x.dtype)
-        normalise(x=plain, weight=gamma, bias=beta, out=x, rows=rows, width=k, eps=eps)
-    gemm_reference(x, weight, out, bias, activation=ACTIVATION_NAMES[activation], accumulate=bool(residual))
-
-
-def _check_norm(gamma: object, beta: object) -> None:
-    """Raise ValueError when one of the two is NULL and the other is not."""
-    if (gamma is None) is not (beta is None):
-        missing, given = ("gamma", "beta") if gamma is None else ("beta", "gamma")
-        raise ValueError(f"thin_linear: {missing}: expected an address, as {given} has one, got NULL")
-
-
-def make_inputs(
-    rng: np.random.Generator,
-    dtype: str,
-    *,
-    rows: int,
-    n: int,
-    k: int,
-    norm: bool = False,
-    bias: bool = True,
-    activation: str = "none",
-    residual: bool = False,
-    x_pad: int = 0,
-    out_pad: int = 0,
-    std: float = 1.0,
-) -> Inputs:
-    return {
-        "x": inputs.normal(rng, (rows, k + x_pad), dtype, mean=std / 2 if norm else 0.0, std=std),
-        "gamma": inputs.normal(rng, (k,), dtype, mean=1.0, std=0.3) if norm else None,
-        "beta": inputs.normal(rng, (k,), dtype, std=0.3) if norm else None,
-        "weight": inputs.normal(rng, (n, k), dtype, std=k**-0.5),
-        "bias": inputs.normal(rng, (n,), dtype) if bias else None,
-        "out": inputs.normal(rng, (rows, n + out_pad), dtype, std=2.0),
-        "rows": rows,
-        "n": n,
-        "k": k,
-        "x_stride": k + x_pad,
-        "out_stride": n + out_pad,
-        "eps": 1e-5,
-        "activation": ACTIVATION_NAMES.index(activation),
-        "residual": int(residual),
-    }
+def reference(*, memory: DeviceMemory, x: Array, out: Array, **values: Any) -> None:
+    """`metrale.ops.dense.reference`."""
+    dense.reference(SPEC.name, memory, values, x, out)
 
 
 CASES: Final = (
@@ -236,11 +175,14 @@ CASES: Final = (
     {"rows": 6, "n": 40, "k": 8192, "norm": True},
     {"rows": 35, "n": 24, "k": 8000, "norm": True, "residual": True},
     {"rows": 10, "n": 24, "k": 9000, "residual": True},  # weights in several batches
+    {"rows": 9, "n": 96, "k": 64, "norm": True, "kv": 64, "out_pad": 5},  # keys and values in place
+    {"rows": 21, "n": 40, "k": 320, "kv": 23, "bias": False, "regular": False},
+    {"rows": 64, "n": 30, "k": 77, "norm": True, "kv": 20, "regular": False},  # element by element
     {"rows": 2, "n": 16, "k": 9000, "norm": True},  # more columns than the kernel keeps gamma and beta of
 )
 
 OP: Final = REGISTRY.register(
-    Op(SPEC, reference, make_inputs, CASES, plan=plan, source=metrale_kernels.path(SPEC.name))
+    Op(SPEC, reference, dense.make_inputs, CASES, plan=plan, source=metrale_kernels.path(SPEC.name))
 )
 
 
@@ -262,6 +204,11 @@ def thin_linear(
     out_stride: int | None = None,
     activation: str = "none",
     residual: bool = False,
+    spans: int = NULL,
+    positions: int = NULL,
+    kv_from: int | None = None,
+    kv_offset: int = 0,
+    kv_stride: int = 0,
     stream: StreamLike = 0,
 ) -> None:
     """Enqueue a dense layer of at most `MOST_ROWS` rows from ``k`` to ``n`` features.
@@ -271,20 +218,22 @@ def thin_linear(
     bf16. With ``gamma`` and ``beta``, both ``[k]``, it is ``LayerNorm(x)`` that is multiplied. With ``residual`` the
     result is added to what ``out`` holds, and no activation may be named.
 
+    With ``spans`` (uint64 ``[rows]``) and ``positions`` (int32 ``[rows]``) the columns from ``kv_from`` on go into the
+    KV cache as `metrale.ops.dense` says, and ``out`` is ``[rows, kv_from]``. Neither a residual nor an activation goes
+    with it.
+
     The kernel may start before the ones ahead of it on the stream have ended. No kernel that may still run then may
-    write ``gamma``, ``beta``, ``weight`` or ``bias``.
+    write ``gamma``, ``beta``, ``weight``, ``bias``, ``spans`` or ``positions``.
 
     Raises
     ------
     ValueError
-        When there are too many rows, the activation is unknown or does not go with ``residual``, or only one of
-        ``gamma`` and ``beta`` is NULL.
+        When there are too many rows, the activation is unknown, options do not go together, or only one of ``gamma``
+        and ``beta`` or of ``spans`` and ``positions`` is NULL.
     """
-    if activation not in ACTIVATION_NAMES:
-        raise ValueError(f"thin_linear: activation: expected one of {ACTIVATION_NAMES}, got {activation!r}")
-    if residual and activation != "none":
-        raise ValueError(f"thin_linear: activation: expected 'none' together with residual, got {activation!r}")
-    _check_norm(gamma or None, beta or None)
-    strides = (k if x_stride is None else x_stride, n if out_stride is None else out_stride)
-    sizes = (rows, n, k, *strides, eps, ACTIVATION_NAMES.index(activation), int(residual))
-    OP.launch(gpu, dtype, (x, gamma or NULL, beta or NULL, weight, bias or NULL, out, *sizes), stream)
+    kv_from = n if kv_from is None else kv_from
+    dense.check(SPEC.name, gamma, beta, spans, positions, n, kv_from, activation, residual)
+    strides = (k if x_stride is None else x_stride, kv_from if out_stride is None else out_stride)
+    tensors = (x, gamma or NULL, beta or NULL, weight, bias or NULL, out, spans or NULL, positions or NULL)
+    options = (eps, ACTIVATION_NAMES.index(activation), int(residual), kv_from, kv_offset, kv_stride)
+    OP.launch(gpu, dtype, (*tensors, rows, n, k, *strides, *options), stream)

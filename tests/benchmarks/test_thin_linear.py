@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import thin_linear
+from metrale.ops.gemv import VARIANTS as GEMV_VARIANTS
 from metrale.ops.thin_linear import OP, VARIANTS
 
 
@@ -28,8 +29,10 @@ def test_every_plan_of_every_layer_is_timed(tmp_path: Path, monkeypatch: pytest.
     (width,) = thin_linear.WIDTHS["host"]
     assert [(one["n"], one["k"]) for one in report["layers"]] == [(one.n, one.k) for one in thin_linear.layers(width)]
     for layer in report["layers"]:
-        for case in layer["rows"].values():
-            assert len(case["thin_us"]) == len(case["thin_programmatic_us"]) == 2 * len(VARIANTS)
+        for rows, case in layer["rows"].items():
+            count = 2 * len(VARIANTS) + (len(GEMV_VARIANTS) if rows == "1" else 0)
+            assert len(case["thin_us"]) == len(case["thin_programmatic_us"]) == count
+            assert case["chosen"].startswith("gemv ") is (rows == "1")
             assert case["chosen"] in case["thin_us"]
 
 
@@ -41,5 +44,5 @@ def test_a_wrong_result_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(thin_linear, "OP", replace(OP, reference=wrong))
     code, report = run(tmp_path / "b.json", monkeypatch)
     assert code == 1
-    assert len(report["problems"]) == 5 * 2 * len(VARIANTS)
+    assert len(report["problems"]) == 5 * (2 * len(VARIANTS) + len(GEMV_VARIANTS))
     assert "q, k, v 192x64, streamed 8w: error" in report["problems"][0]

@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from gpu_runtime import AddressTable, DevicePtr, GpuBackend, Op, dtypes
+from gpu_runtime import AddressTable, DevicePtr, GpuBackend, LaunchPlan, Op, dtypes
 from gpu_runtime.op import ELEMENT
 from tests.backends import damaged
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Values = Mapping[str, Any]
 
-HELPERS = frozenset({"adapter_rows", "beam_layout", "beam_states", "drawing", "inputs", "processing"})
+HELPERS = frozenset({"adapter_rows", "beam_layout", "beam_states", "dense", "drawing", "inputs", "processing"})
 """Modules of `metrale.ops` that are no op, but parts of some."""
 
 
@@ -76,3 +77,28 @@ def run(op: Op, gpu: GpuBackend, dtype: str, inputs: Values, alias: tuple[str, s
     gpu.synchronize()
     assert not damaged(gpu)
     return {name: download(gpu, ptr, like) for name, (ptr, like) in pointers.items()}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Launches an op by a plan of choice; what it wrote to ``out``."""
+
+    op: Op
+    gpu: GpuBackend
+    dtype: str
+    how: LaunchPlan
+
+    def __call__(self, values: Values) -> Array:
+        return self.all(values)["out"]
+
+    def all(self, values: Values) -> dict[str, Array]:
+        """Return all that it could have written."""
+        op = replace(self.op, plan=lambda dims, dtype, limits: self.how)
+        return run(op, self.gpu, self.dtype, values)
+
+
+def both_ways(op: Op, gpu: GpuBackend, dtype: str, plans: Iterable[LaunchPlan]) -> Iterator[Launched]:
+    """Yield each plan, started early and in the usual way."""
+    for how in plans:
+        yield Launched(op, gpu, dtype, how)
+        yield Launched(op, gpu, dtype, replace(how, programmatic=False))

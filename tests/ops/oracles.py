@@ -295,11 +295,25 @@ def linear(v: Values) -> dict[str, Array]:
     return {"out": out}
 
 
-def thin_linear(v: Values) -> dict[str, Array]:
+def _dense(v: Values) -> dict[str, Array]:
     x = v["x"][:, : v["k"]]
     if v["gamma"] is not None:
         x = layer_norm({"x": x, "weight": v["gamma"], "bias": v["beta"], "eps": v["eps"]})["out"].astype(x.dtype)
     return linear({**v, "x": x})
+
+
+def thin_linear(v: Values) -> dict[str, Array]:
+    if v["spans"] is None:
+        return _dense(v)
+    whole, out = _dense({**v, "out": np.zeros((v["rows"], v["n"]))})["out"], _f64(v["out"]).copy()
+    out[:, : v["kv_from"]] = whole[:, : v["kv_from"]]
+    kept = {"src": whole[:, v["kv_from"] :], "width": v["n"] - v["kv_from"], "offset": v["kv_offset"]}
+    return {"out": out, **kv_scatter({**v, **kept})}
+
+
+def gemv(v: Values) -> dict[str, Array]:
+    found = thin_linear({**v, "rows": 1, "x": v["x"][None], "out": v["out"][None]})
+    return {**found, "out": found["out"][0]}
 
 
 def lora_down(v: Values) -> dict[str, Array]:
@@ -343,6 +357,7 @@ ORACLES: dict[str, Callable[[Values], dict[str, Array]]] = {
         beam_select,
         linear,
         thin_linear,
+        gemv,
         lora_down,
         lora_up,
     )

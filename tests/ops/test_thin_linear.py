@@ -4,24 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import pytest
 
-from gpu_runtime import GpuBackend, LaunchPlan, dtypes
+from gpu_runtime import GpuBackend, dtypes
 from gpu_runtime.launch import check_geometry
 from gpu_runtime.limits import MINIMUM
-from metrale.ops import layer_norm, linear, thin_linear
+from metrale.ops import kv_scatter, layer_norm, linear, thin_linear
 from metrale.ops.linear import ACTIVATION_NAMES, scratch_bytes
 from metrale.ops.thin_linear import MOST_ROWS, OP, VARIANTS, plan, plans, shared_bytes
 from tests.backends import cuda_only
-from tests.ops.harness import download, run, upload
+from tests.ops.harness import Launched, both_ways, download, upload
 from tests.ops.oracles import ORACLES
 from tests.ops.test_conformance import close
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 DECODER: Final = [(n * d, k * d) for d in (1024, 2048) for n, k in ((3, 1), (1, 1), (4, 1), (1, 4))]
 """n and k of the layers of NLLB's decoders."""
@@ -55,6 +53,32 @@ def test_it_is_layer_norm_followed_by_linear(gpu: GpuBackend, dtype: str, activa
         close(found, expected, 2 * OP.spec.tolerance.of(dtype), "out")
 
 
+@pytest.mark.parametrize("dtype", OP.spec.dtypes)
+@pytest.mark.parametrize("kv_from", [0, 8, 23])
+def test_in_place_is_a_product_and_a_copy_to_the_bit(gpu: GpuBackend, dtype: str, kv_from: int) -> None:
+    """And not a byte beside it is written, neither of the rows of ``out`` nor of the spans."""
+    rows, n, k, depth, stride, offset = 11, 24, 320, 4, 40, 5
+    v = drawn(dtype, rows, n, k, norm=True)
+    x, gamma, beta, weight, bias = (upload(gpu, v[name]) for name in ("x", "gamma", "beta", "weight", "bias"))
+    item = dtypes.itemsize(dtype)
+    pool = np.arange(rows * depth * stride).reshape(rows, -1).astype(dtypes.NUMPY[dtype])
+    whole, out, here, there = (upload(gpu, array) for array in (v["out"], v["out"], pool, pool))
+    positions = upload(gpu, (np.arange(rows) * 3 % depth).astype(np.int32))
+    shuffled = np.random.default_rng(0).permutation(rows) * pool[0].nbytes
+    spans = [upload(gpu, (int(one) + shuffled).astype(np.uint64)) for one in (here, there)]
+    sizes: Any = {"rows": rows, "n": n, "k": k, "dtype": dtype, "gamma": gamma, "beta": beta, "eps": 1e-5}
+    place: Any = {"rows": rows, "width": n - kv_from, "src_stride": n, "offset": offset, "kv_stride": stride}
+    thin_linear(gpu, x, weight, bias, whole, **sizes)
+    kv_scatter(gpu, int(whole) + kv_from * item, spans[0], positions, **place, dtype=dtype)
+    in_place: Any = {"spans": spans[1], "positions": positions, "kv_from": kv_from, "out_stride": n}
+    thin_linear(gpu, x, weight, bias, out, **sizes, **in_place, kv_offset=offset, kv_stride=stride)
+    gpu.synchronize()
+    assert download(gpu, there, pool).tobytes() == download(gpu, here, pool).tobytes()
+    found, expected = download(gpu, out, v["out"]), download(gpu, whole, v["out"])
+    assert found[:, :kv_from].tobytes() == expected[:, :kv_from].tobytes()
+    assert found[:, kv_from:].tobytes() == v["out"][:, kv_from:].tobytes()
+
+
 def refused(gpu: GpuBackend, message: str, **options: Any) -> None:
     with pytest.raises(ValueError, match=f"thin_linear: {message}"):
         thin_linear(gpu, 64, 64, 64, 64, **{"rows": 1, "n": 8, "k": 8, "dtype": "f16", **options})
@@ -65,6 +89,9 @@ def test_what_is_refused(gpu: GpuBackend) -> None:
     refused(gpu, "activation: expected 'none' together with residual, got 'relu'", activation="relu", residual=True)
     refused(gpu, "beta: expected an address, as gamma has one, got NULL", gamma=64)
     refused(gpu, "gamma: expected an address, as beta has one, got NULL", beta=64)
+    refused(gpu, "positions: expected an address, as spans has one, got NULL", spans=64)
+    refused(gpu, "kv_from: expected .*8.* got 4", kv_from=4)
+    refused(gpu, "spans: expected neither residual nor an activation", spans=64, positions=64, residual=True)
     refused(gpu, f"rows: expected at most {MOST_ROWS}, got 65", rows=65)
     refused(gpu, r"k: expected at most 16777216, got 16777224", k=(1 << 24) + 8)
 
@@ -88,10 +115,11 @@ def test_every_plan_fits_the_least_device_and_rows_do_not_matter(n: int, k: int)
 
 
 def test_shared_memory() -> None:
-    """Sums and moments of the warps; gamma and beta of whole batches of chunks, up to what the kernel keeps."""
-    assert shared_bytes(VARIANTS["3x4"], 8, 1024) == 8 * (3 * 72 * 4 + 8 * 8) + 2 * 1024 * 2
-    assert shared_bytes(VARIANTS["1x16"], 16, 8000) == 16 * (72 * 4 + 8 * 8) + 2 * 8192 * 2
-    assert shared_bytes(VARIANTS[""], 8, 8200) == 8 * (2 * 72 * 4 + 8 * 8)
+    """Places and bias; sums and moments of the warps; gamma and beta of whole batches of chunks, as far as kept."""
+    early = 64 * 8 + 4 * 8 * 4
+    assert shared_bytes(VARIANTS["3x4"], 8, 1024) == 8 * (3 * 72 * 4 + 8 * 8) + 2 * 1024 * 2 + early
+    assert shared_bytes(VARIANTS["1x16"], 16, 8000) == 16 * (72 * 4 + 8 * 8) + 2 * 8192 * 2 + early
+    assert shared_bytes(VARIANTS[""], 8, 8200) == 8 * (2 * 72 * 4 + 8 * 8) + early
     assert OP.source is not None
     assert "constexpr int MOST_STAGED = 8192;" in OP.source.read_text(encoding="utf-8")
 
@@ -112,25 +140,9 @@ def test_all_entry_points_are_in_use() -> None:
 # on a GPU: every plan
 
 
-@dataclass(frozen=True)
-class Launched:
-    """Launches the op by a plan of choice."""
-
-    gpu: GpuBackend
-    dtype: str
-    how: LaunchPlan
-
-    def __call__(self, values: dict[str, Any]) -> Array:
-        op = replace(OP, plan=lambda dims, dtype, limits: self.how)
-        return np.asarray(run(op, self.gpu, self.dtype, values)["out"])
-
-
 def ways(gpu: GpuBackend, dtype: str, values: dict[str, Any]) -> Iterator[Launched]:
-    """Yield each plan, started early and in the usual way."""
     dims = {name: values[name] for name in ("rows", "n", "k")}
-    for how in plans(dims, dtype, gpu.limits()).values():
-        yield Launched(gpu, dtype, how)
-        yield Launched(gpu, dtype, replace(how, programmatic=False))
+    return both_ways(OP, gpu, dtype, plans(dims, dtype, gpu.limits()).values())
 
 
 SIZES: Final = [

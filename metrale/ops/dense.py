@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What the ops of a fused dense layer share: ``activation(n(x) @ weight^T + bias)``, or that added to ``out``.
+
+``n(x)`` is ``x``, or ``LayerNorm(x)`` rounded to the element type. The last columns may go straight into the KV cache,
+as `kv_scatter` would bring them there: column ``c >= kv_from`` of row ``r`` becomes element ``positions[r] * kv_stride
++ kv_offset + c - kv_from`` of the span at ``spans[r]``, and ``out`` has the columns before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from gpu_runtime import checks, dtypes
+from gpu_runtime.gemm import gemm_reference
+from gpu_runtime.op import DeviceMemory, Inputs, Tolerance
+from metrale.ops import inputs
+from metrale.ops.layer_norm import reference as normalise
+from metrale.ops.linear import ACTIVATION_NAMES
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+DTYPES: Final = ("f16", "bf16")
+"""Element types of the ops."""
+
+TOLERANCE: Final = Tolerance(f32=2e-6, f16=1.5 * 2**-11, bf16=1.5 * 2**-8)
+"""One rounding; and where LayerNorm's result lies between two elements, its last bit may choose the other one."""
+
+MOST_K: Final = 1 << 24
+"""Columns of x: what the kernels' numbers hold."""
+
+
+def check_sizes(op: str, dims: Any, most: dict[str, int]) -> None:
+    """Raise ValueError when a size is past what the op is for."""
+    for name, limit in most.items():
+        if dims[name] > limit:
+            raise ValueError(f"{op}: {name}: expected at most {limit}, got {dims[name]}")
+
+
+def check_pairs(op: str, *, gamma: object, beta: object, spans: object, positions: object) -> None:
+    """Raise ValueError when one address of a pair is None and the other is not."""
+    for first, second in (({"gamma": gamma}, {"beta": beta}), ({"spans": spans}, {"positions": positions})):
+        pair = first | second
+        missing, given = sorted(pair, key=lambda name: pair[name] is not None)
+        if pair[missing] is None and pair[given] is not None:
+            raise ValueError(f"{op}: {missing}: expected an address, as {given} has one, got NULL")
+
+
+def check_columns(op: str, n: int, kv_from: int, *, in_place: bool, activation: str, residual: bool) -> None:
+    """Raise ValueError when the options do not go together.
+
+    An activation goes with neither ``residual`` nor columns in the KV cache, nor do these two go together.
+    """
+    if activation not in ACTIVATION_NAMES:
+        raise ValueError(f"{op}: activation: expected one of {ACTIVATION_NAMES}, got {activation!r}")
+    if residual and activation != "none":
+        raise ValueError(f"{op}: activation: expected 'none' together with residual, got {activation!r}")
+    if in_place and (residual or activation != "none"):
+        got = "residual" if residual else repr(activation)
+        raise ValueError(f"{op}: spans: expected neither residual nor an activation with them, got {got}")
+    checks.integer(f"{op}: kv_from", kv_from, 0 if in_place else n, n)
+
+
+def check(
+    op: str,
+    gamma: int,
+    beta: int,
+    spans: int,
+    positions: int,
+    n: int,
+    kv_from: int,
+    activation: str,
+    residual: bool,
+) -> None:
+    """Check a launcher's arguments, in which NULL is 0 or None."""
+    check_pairs(op, gamma=gamma or None, beta=beta or None, spans=spans or None, positions=positions or None)
+    check_columns(op, n, kv_from, in_place=bool(spans), activation=activation, residual=residual)
+
+
+def reference(op: str, memory: DeviceMemory, v: dict[str, Any], x: Array, out: Array) -> None:
+    """LayerNorm's reference, rounded to the element type, and the product's; ``x`` and ``out`` have rows."""
+    gamma, beta, spans, positions = (v[name] for name in ("gamma", "beta", "spans", "positions"))
+    check_pairs(op, gamma=gamma, beta=beta, spans=spans, positions=positions)
+    activation, residual = ACTIVATION_NAMES[v["activation"]], bool(v["residual"])
+    in_place, kv_from = spans is not None, v["kv_from"]
+    rows, (n, k) = len(x), v["weight"].shape
+    check_columns(op, n, kv_from, in_place=in_place, activation=activation, residual=residual)
+    if gamma is not None:
+        plain, x = x, np.empty((rows, k), dtype=x.dtype)
+        normalise(x=plain, weight=gamma, bias=beta, out=x, rows=rows, width=k, eps=v["eps"])
+    product = np.empty((rows, n), dtype=x.dtype) if in_place else out
+    gemm_reference(x, v["weight"], product, v["bias"], activation=activation, accumulate=residual)
+    if in_place:
+        out[...] = product[:, :kv_from]
+        where = {"offset": v["kv_offset"], "stride": v["kv_stride"], "dtype": dtypes.name_of(x.dtype)}
+        if kv_from < n:
+            memory.scatter_rows(spans, positions, product[:, kv_from:], **where)
+
+
+def make_inputs(
+    rng: np.random.Generator,
+    dtype: str,
+    *,
+    rows: int,
+    n: int,
+    k: int,
+    norm: bool = False,
+    bias: bool = True,
+    activation: str = "none",
+    residual: bool = False,
+    kv: int = 0,
+    regular: bool = True,
+    x_pad: int = 0,
+    out_pad: int = 0,
+    std: float = 1.0,
+) -> Inputs:
+    """Return inputs of an op whose ``x`` and ``out`` have rows; the last ``kv`` columns go into the KV cache."""
+    width, depth = 3 * kv + 8, 5
+    spans = inputs.spans(rng, rows, depth, width, dtype, "inout", regular=regular) if kv else None
+    return {
+        "x": inputs.normal(rng, (rows, k + x_pad), dtype, mean=std / 2 if norm else 0.0, std=std),
+        "gamma": inputs.normal(rng, (k,), dtype, mean=1.0, std=0.3) if norm else None,
+        "beta": inputs.normal(rng, (k,), dtype, std=0.3) if norm else None,
+        "weight": inputs.normal(rng, (n, k), dtype, std=k**-0.5),
+        "bias": inputs.normal(rng, (n,), dtype) if bias else None,
+        "out": inputs.normal(rng, (rows, n - kv + out_pad), dtype, std=2.0),
+        "spans": spans,
+        "positions": rng.integers(0, depth, rows).astype(np.int32) if kv else None,
+        "rows": rows,
+        "n": n,
+        "k": k,
+        "x_stride": k + x_pad,
+        "out_stride": n - kv + out_pad,
+        "eps": 1e-5,
+        "activation": ACTIVATION_NAMES.index(activation),
+        "residual": int(residual),
+        "kv_from": n - kv,
+        "kv_offset": kv if kv else 0,
+        "kv_stride": width if kv else 0,
+    }

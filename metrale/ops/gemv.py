@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""A dense layer of one row, with the LayerNorm ahead of it: ``out = activation(n(x) @ weight^T + bias)``.
+
+`thin_linear` for one row, in which reading the weights is all that takes time; `metrale.ops.dense` says what it
+computes. The kernel begins to read the weights before the kernel ahead of it has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import metrale_kernels
+import numpy as np
+
+from gpu_runtime.backend import NULL, GpuBackend
+from gpu_runtime.limits import Limits
+from gpu_runtime.op import REGISTRY, DeviceMemory, Dims, Inputs, LaunchPlan, Op, OpSpec, scalar, tensor
+from gpu_runtime.streams import StreamLike
+from metrale.ops import dense
+from metrale.ops.linear import ACTIVATION_NAMES
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What an entry point is instantiated over.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of the weights that a warp has in registers.
+    slices : int
+        Slices of k that it has of each.
+    streamed : bool
+        Whether there may be more slices than the warps of a block have at a time.
+    """
+
+    rows: int
+    slices: int
+    streamed: bool = False
+
+
+VARIANTS: Final = {
+    "": Variant(6, 1, streamed=True),
+    "2x1": Variant(2, 1),
+    "4x1": Variant(4, 1),
+    "6x1": Variant(6, 1),
+    "8x1": Variant(8, 1),
+    "2x2": Variant(2, 2),
+    "4x2": Variant(4, 2),
+}
+"""The entry points by their endings. All compute the same bits."""
+
+MOST_N: Final = 1 << 30
+
+_WARPS: Final = 8  # of a block, at most
+_SLICE: Final = 512  # columns whose products a warp sums
+_CHUNK: Final = 256  # columns whose moments a warp forms
+_MOST_STAGED: Final = 8192  # columns that the kernel normalises in shared memory
+
+SPEC: Final = OpSpec(
+    name="gemv",
+    args=(
+        tensor("x", "in", "T", "k"),
+        tensor("gamma", "in", "T", "k", optional=True),
+        tensor("beta", "in", "T", "k", optional=True),
+        tensor("weight", "in", "T", "n", "k"),
+        tensor("bias", "in", "T", "n", optional=True),
+        tensor("out", "inout", "T", "kv_from", reads_when="residual"),
+        tensor("spans", "in", "u64", 1, optional=True),
+        tensor("positions", "in", "i32", 1, optional=True),
+        scalar("n", "i32"),
+        scalar("k", "i32"),
+        scalar("eps", "f32"),
+        scalar("activation", "i32"),
+        scalar("residual", "i32"),
+        scalar("kv_from", "i32"),
+        scalar("kv_offset", "i64"),
+        scalar("kv_stride", "i64"),
+    ),
+    tolerance=dense.TOLERANCE,
+    dtypes=dense.DTYPES,
+    indirect=True,
+    variants=tuple(VARIANTS)[1:],
+)
+
+
+def shared_bytes(variant: Variant, k: int) -> int:
+    """Return the shared memory of a block: its sums, moments, and x where it is normalised there."""
+    staged = -(-k // _CHUNK) * _CHUNK * 2 if k <= _MOST_STAGED else 0
+    return _WARPS * variant.slices * _WARPS * variant.rows * 4 + _MOST_STAGED // _CHUNK * 8 + staged
+
+
+def shape(variant: Variant, k: int) -> tuple[int, int]:
+    """Return how many warps of a block share a row of the weights, and how many such groups it has."""
+    along = min(-(-k // (_SLICE * variant.slices)), _WARPS)
+    return along, _WARPS // along
+
+
+def plans(dims: Dims, dtype: str, limits: Limits) -> dict[str, LaunchPlan]:
+    """Return every way to launch the kernel at full speed, by variant."""
+    n, k = dims["n"], dims["k"]
+    found = {}
+    for name, variant in VARIANTS.items():
+        along, groups = shape(variant, k)
+        if variant.streamed or along * variant.slices * _SLICE >= k:
+            found[name] = LaunchPlan(
+                SPEC.entry(dtype, name),
+                (-(-n // (groups * variant.rows)), 1, 1),
+                (limits.warp_size * along, groups, 1),
+                shared_bytes(variant, k),
+                programmatic=True,
+            )
+    return found
+
+
+def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
+    """Choose the rows of a warp such that there is about one block a multiprocessor, as far as registers allow.
+
+    Raises
+    ------
+    ValueError
+        When n or k is beyond what the kernel's numbers hold.
+    """
+    dense.check_sizes(SPEC.name, dims, {"n": MOST_N, "k": dense.MOST_K})
+    found = plans(dims, dtype, limits)
+    slices = 1 if dims["k"] <= _WARPS * _SLICE else 2
+    fitting = [name for name in found if not VARIANTS[name].streamed and VARIANTS[name].slices == slices]
+    few = (name for name in fitting if found[name].grid[0] <= limits.sm_count)
+    return found[next(few, fitting[-1] if fitting else "")]
+
+
+def reference(*, memory: DeviceMemory, x: Array, out: Array, n: int, **values: Any) -> None:
+    """`metrale.ops.dense.reference` of one row."""
+    dense.reference(SPEC.name, memory, values, x[None], out[None])
+
+
+def make_inputs(rng: np.random.Generator, dtype: str, **options: Any) -> Inputs:
+    """Return those of `metrale.ops.dense.make_inputs` with one row."""
+    found = dict(dense.make_inputs(rng, dtype, rows=1, **options))
+    x, out = found["x"], found["out"]
+    assert isinstance(x, np.ndarray)
+    assert isinstance(out, np.ndarray)
+    one_row = {**found, "x": x[0], "out": out[0]}
+    return {arg.name: one_row[arg.name] for arg in SPEC.args}
+
+
+CASES: Final = (
+    {"n": 1, "k": 1},
+    {"n": 97, "k": 256, "bias": False},
+    {"n": 33, "k": 17},  # element by element
+    {"n": 33, "k": 17, "norm": True, "kv": 10},
+    {"n": 1750, "k": 77, "bias": False},  # four rows a warp, element by element
+    {"n": 64, "k": 48, "residual": True},
+    {"n": 31, "k": 520, "residual": True, "bias": False},
+    {"n": 40, "k": 24, "activation": "relu"},
+    {"n": 40, "k": 24, "activation": "gelu"},
+    {"n": 40, "k": 24, "activation": "gelu_tanh"},
+    {"n": 40, "k": 24, "activation": "silu"},
+    {"n": 24, "k": 64, "norm": True, "std": 3e-3},  # a variance near eps, where eps decides
+    {"n": 24, "k": 1024, "norm": True, "std": 30.0},
+    {"n": 45, "k": 1032, "norm": True, "bias": False},  # three warps a row
+    {"n": 9, "k": 3, "norm": True, "residual": True},
+    {"n": 3072, "k": 1024, "norm": True, "kv": 2048},  # eight rows a warp; keys and values in place
+    {"n": 1600, "k": 600, "norm": True, "activation": "relu"},  # four
+    {"n": 2400, "k": 1024, "kv": 40, "regular": False},  # six
+    {"n": 58, "k": 2048, "norm": True, "kv": 29, "regular": False},
+    {"n": 30, "k": 2048, "kv": 29, "bias": False},
+    {"n": 41, "k": 4096, "residual": True},
+    {"n": 19, "k": 8192},
+    {"n": 501, "k": 5000, "residual": True},
+    {"n": 21, "k": 7000, "norm": True},  # more columns than the threads have packs of
+    {"n": 10, "k": 9000, "residual": True},  # weights in several batches
+    {"n": 6, "k": 17000, "norm": True},  # more columns than are normalised in shared memory
+    {"n": 5, "k": 9001, "norm": True},
+)
+
+OP: Final = REGISTRY.register(
+    Op(SPEC, reference, make_inputs, CASES, plan=plan, source=metrale_kernels.path(SPEC.name))
+)
+
+
+def gemv(
+    gpu: GpuBackend,
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    *,
+    n: int,
+    k: int,
+    dtype: str,
+    gamma: int = NULL,
+    beta: int = NULL,
+    eps: float = 0.0,
+    activation: str = "none",
+    residual: bool = False,
+    spans: int = NULL,
+    positions: int = NULL,
+    kv_from: int | None = None,
+    kv_offset: int = 0,
+    kv_stride: int = 0,
+    stream: StreamLike = 0,
+) -> None:
+    """Enqueue a dense layer of one row from ``k`` to ``n`` features.
+
+    ``x`` is ``[k]``, ``weight`` is ``[n, k]``, ``bias`` is ``[n]``, or NULL for none, and ``out`` is ``[n]``; all of
+    ``dtype``, which is f16 or bf16. With ``gamma`` and ``beta``, both ``[k]``, it is ``LayerNorm(x)`` that is
+    multiplied. With ``residual`` the result is added to what ``out`` holds, and no activation may be named.
+
+    With ``spans`` (uint64 ``[1]``) and ``positions`` (int32 ``[1]``) the columns from ``kv_from`` on go into the KV
+    cache as `metrale.ops.dense` says, and ``out`` is ``[kv_from]``. Neither a residual nor an activation goes with it.
+
+    The kernel may start before the ones ahead of it on the stream have ended. No kernel that may still run then may
+    write ``gamma``, ``beta``, ``weight``, ``bias``, ``spans`` or ``positions``.
+
+    Raises
+    ------
+    ValueError
+        When the activation is unknown, options do not go together, only one of ``gamma`` and ``beta`` or of ``spans``
+        and ``positions`` is NULL, or a size is too large.
+    """
+    kv_from = n if kv_from is None else kv_from
+    dense.check(SPEC.name, gamma, beta, spans, positions, n, kv_from, activation, residual)
+    tensors = (x, gamma or NULL, beta or NULL, weight, bias or NULL, out, spans or NULL, positions or NULL)
+    options = (eps, ACTIVATION_NAMES.index(activation), int(residual), kv_from, kv_offset, kv_stride)
+    OP.launch(gpu, dtype, (*tensors, n, k, *options), stream)

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""One row: LayerNorm, a product and a copy into the KV cache; what is refused; that no plan changes bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from gpu_runtime import GpuBackend, dtypes
+from gpu_runtime.errors import InvalidPointer
+from gpu_runtime.launch import check_geometry
+from gpu_runtime.limits import MINIMUM
+from metrale.ops import gemv, kv_scatter, layer_norm, linear
+from metrale.ops.gemv import MOST_N, OP, VARIANTS, plan, plans, shape, shared_bytes
+from metrale.ops.linear import ACTIVATION_NAMES, scratch_bytes
+from tests.backends import cuda_only, host_only
+from tests.ops.harness import Launched, both_ways, download, upload
+from tests.ops.oracles import ORACLES
+from tests.ops.test_conformance import close
+
+DECODER: Final = [(n * d, k * d) for d in (1024, 2048) for n, k in ((3, 1), (1, 1), (4, 1), (1, 4))]
+"""n and k of the layers of NLLB's decoders."""
+
+LARGE: Final = replace(MINIMUM, sm_count=132, compute_capability=(9, 0))
+
+
+def drawn(dtype: str, n: int, k: int, **options: Any) -> dict[str, Any]:
+    return dict(OP.make_inputs(np.random.default_rng(n + k), dtype, n=n, k=k, **options))
+
+
+@pytest.mark.parametrize("dtype", OP.spec.dtypes)
+@pytest.mark.parametrize("activation", [*ACTIVATION_NAMES, "residual"])
+def test_it_is_layer_norm_followed_by_linear(gpu: GpuBackend, dtype: str, activation: str) -> None:
+    """To the bit on the host, which runs the same references; to the op's tolerance on a GPU."""
+    n, k = 40, 72
+    residual, activation = activation == "residual", "none" if activation == "residual" else activation
+    v = drawn(dtype, n, k, norm=True, residual=residual)
+    x, gamma, beta, weight, bias = (upload(gpu, v[name]) for name in ("x", "gamma", "beta", "weight", "bias"))
+    h, apart, out = upload(gpu, np.zeros_like(v["x"])), upload(gpu, v["out"]), upload(gpu, v["out"])
+    space = scratch_bytes(1, n, k, dtype, activation)
+    workspace = gpu.alloc(space) if space else 0
+    sizes: Any = {"n": n, "k": k, "dtype": dtype, "activation": activation, "residual": residual}
+    layer_norm(gpu, x, gamma, beta, h, rows=1, width=k, eps=v["eps"], dtype=dtype)
+    linear(gpu, h, weight, bias, apart, rows=1, **sizes, workspace=workspace, workspace_bytes=space)
+    gemv(gpu, x, weight, bias, out, **sizes, gamma=gamma, beta=beta, eps=v["eps"])
+    gpu.synchronize()
+    found, expected = download(gpu, out, v["out"]), download(gpu, apart, v["out"])
+    assert (found != v["out"]).any()
+    if gpu.kind() == "host":
+        assert found.tobytes() == expected.tobytes()
+    else:  # both are rounded
+        close(found, expected, 2 * OP.spec.tolerance.of(dtype), "out")
+
+
+@pytest.mark.parametrize("dtype", OP.spec.dtypes)
+@pytest.mark.parametrize("kv_from", [0, 8, 23, 24])
+def test_in_place_is_a_product_and_a_copy_to_the_bit(gpu: GpuBackend, dtype: str, kv_from: int) -> None:
+    """And not a byte beside it is written: neither of ``out`` nor of the span."""
+    n, k, depth, position, stride, offset = 24, 320, 4, 2, 40, 5
+    v = drawn(dtype, n, k, norm=True)
+    x, gamma, beta, weight, bias = (upload(gpu, v[name]) for name in ("x", "gamma", "beta", "weight", "bias"))
+    item = dtypes.itemsize(dtype)
+    span = np.arange(depth * stride).astype(dtypes.NUMPY[dtype])
+    whole, out = upload(gpu, v["out"]), upload(gpu, v["out"])
+    here, there = upload(gpu, span), upload(gpu, span)
+    positions = upload(gpu, np.array([position], np.int32))
+    spans = [upload(gpu, np.array([int(one)], np.uint64)) for one in (here, there)]
+    sizes: Any = {"n": n, "k": k, "dtype": dtype, "gamma": gamma, "beta": beta, "eps": 1e-5}
+    gemv(gpu, x, weight, bias, whole, **sizes)
+    if kv_from < n:
+        place: Any = {"rows": 1, "width": n - kv_from, "src_stride": n, "offset": offset, "kv_stride": stride}
+        kv_scatter(gpu, int(whole) + kv_from * item, spans[0], positions, **place, dtype=dtype)
+    in_place: Any = {"spans": spans[1], "positions": positions, "kv_from": kv_from}
+    gemv(gpu, x, weight, bias, out, **sizes, **in_place, kv_offset=offset, kv_stride=stride)
+    gpu.synchronize()
+    assert download(gpu, there, span).tobytes() == download(gpu, here, span).tobytes()
+    found, expected = download(gpu, out, v["out"]), download(gpu, whole, v["out"])
+    assert found[:kv_from].tobytes() == expected[:kv_from].tobytes()
+    assert found[kv_from:].tobytes() == v["out"][kv_from:].tobytes()
+
+
+def test_columns_before_those_in_place_are_all_that_out_has() -> None:
+    (out,) = (arg for arg in OP.spec.args if arg.name == "out")
+    assert out.sizes({"kv_from": 7, "n": 20}) == (7,)
+
+
+@host_only
+def test_a_span_that_is_too_short_is_refused(gpu: GpuBackend) -> None:
+    v = drawn("f16", 8, 16)
+    x, weight, bias, out = (upload(gpu, v[name]) for name in ("x", "weight", "bias", "out"))
+    span = gpu.alloc(2 * 8)
+    tables = upload(gpu, np.array([int(span)], np.uint64)), upload(gpu, np.array([1], np.int32))
+    in_place: Any = {"spans": tables[0], "positions": tables[1], "kv_from": 0, "kv_stride": 8}
+    with pytest.raises(InvalidPointer):
+        gemv(gpu, x, weight, bias, out, n=8, k=16, dtype="f16", **in_place)
+
+
+REFUSED: Final[list[tuple[str, dict[str, Any]]]] = [
+    (r"activation: expected one of \('none', .*, got 'tanh'", {"activation": "tanh"}),
+    (
+        "activation: expected 'none' together with residual, got 'relu'",
+        {"activation": "relu", "residual": True},
+    ),
+    ("beta: expected an address, as gamma has one, got NULL", {"gamma": 64}),
+    ("gamma: expected an address, as beta has one, got NULL", {"beta": 64}),
+    ("positions: expected an address, as spans has one, got NULL", {"spans": 64}),
+    ("spans: expected an address, as positions has one, got NULL", {"positions": 64}),
+    ("kv_from: expected .*8.* got 4", {"kv_from": 4}),
+    ("kv_from: expected .*8.* got 9", {"kv_from": 9, "spans": 64, "positions": 64}),
+    ("kv_from: expected .*8.* got -1", {"kv_from": -1, "spans": 64, "positions": 64}),
+    (
+        "spans: expected neither residual nor an activation with them, got residual",
+        {"residual": True, "spans": 64, "positions": 64},
+    ),
+    (
+        "spans: expected neither residual nor an activation with them, got 'relu'",
+        {"activation": "relu", "spans": 64, "positions": 64},
+    ),
+    ("k: expected at most 16777216, got 16777224", {"k": (1 << 24) + 8}),
+    (f"n: expected at most {MOST_N}, got {MOST_N + 1}", {"n": MOST_N + 1}),
+]
+
+
+@pytest.mark.parametrize(("message", "options"), REFUSED)
+def test_what_is_refused(gpu: GpuBackend, message: str, options: Mapping[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"gemv: {message}"):
+        gemv(gpu, 64, 64, 64, 64, **{"n": 8, "k": 8, "dtype": "f16", **options})
+
+
+@pytest.mark.parametrize(("n", "k"), [*DECODER, (1, 1), (8, 33), (5000, 500), (16, 100_000), (40, 1 << 24)])
+def test_every_plan_fits_the_least_device(n: int, k: int) -> None:
+    dims = {"n": n, "k": k}
+    every = plans(dims, "f16", MINIMUM)
+    for name, how in every.items():
+        check_geometry(how.grid, how.block, how.shared_bytes, MINIMUM)
+        threads, groups, _ = how.block
+        variant = VARIANTS[name]
+        assert how.grid[0] * variant.rows * groups >= n > (how.grid[0] - 1) * variant.rows * groups
+        assert threads % 32 == 0
+        assert threads * groups <= 256
+        assert variant.streamed or threads * variant.slices * 16 >= k, "the weights fit into registers"
+        assert not how.programmatic
+    assert plan(dims, "f16", MINIMUM) in every.values()
+    late = replace(MINIMUM, compute_capability=(9, 0))
+    assert plan(dims, "f16", late) == replace(plan(dims, "f16", MINIMUM), programmatic=True)
+
+
+def test_the_layers_of_a_decoder_fill_the_device_once() -> None:
+    """As far as registers reach: eight rows a warp with one slice, four with two."""
+    chosen = {sizes: plan(dict(zip("nk", sizes, strict=True)), "bf16", LARGE) for sizes in DECODER}
+    entries = {sizes: how.entry.removeprefix("gemv_bf16_") for sizes, how in chosen.items()}
+    small, wide = {"6x1": 3, "2x1": 1, "8x1": 4}, (2048, 8192)
+    assert {entries[n * 1024, 1024]: n for n in (3, 1, 4)} == small
+    assert entries[1024, 4096] == "8x1"
+    assert {entries[n * 2048, 2048] for n in (3, 1, 4)} == {"8x1"}
+    assert entries[wide] == "4x2"
+    for (n, k), how in chosen.items():
+        assert how.grid[0] == 128 or n * k > 1 << 22, (n, k)
+
+
+def test_shared_memory() -> None:
+    """Sums of all warps, moments of 32 chunks, and x in whole chunks up to what the kernel keeps."""
+    assert shared_bytes(VARIANTS["8x1"], 1024) == 8 * 8 * 8 * 4 + 32 * 8 + 1024 * 2
+    assert shared_bytes(VARIANTS["4x2"], 8000) == 8 * 2 * 8 * 4 * 4 + 32 * 8 + 8192 * 2
+    assert shared_bytes(VARIANTS[""], 8200) == 8 * 8 * 6 * 4 + 32 * 8
+    assert OP.source is not None
+    assert "constexpr int MOST_STAGED = 8192;" in OP.source.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("k", "expected"), [(1, (1, 8)), (512, (1, 8)), (513, (2, 4)), (1025, (3, 2)), (9000, (8, 1))])
+def test_warps_along_k_and_beside_each_other(k: int, expected: tuple[int, int]) -> None:
+    assert shape(VARIANTS["2x1"], k) == expected
+
+
+def test_all_entry_points_are_in_use() -> None:
+    """By the cases that conformance runs."""
+    used = {plan({"n": case["n"], "k": case["k"]}, "f16", MINIMUM).entry for case in OP.cases}
+    assert used == {OP.spec.entry("f16", name) for name in VARIANTS}
+
+
+# on a GPU: every plan
+
+SIZES: Final[list[tuple[str, dict[str, Any]]]] = [
+    ("f16", {"n": 41, "k": 320, "norm": True}),
+    ("bf16", {"n": 24, "k": 1024, "norm": True, "kv": 7, "regular": False}),
+    ("bf16", {"n": 21, "k": 328, "residual": True}),
+    ("f16", {"n": 17, "k": 77, "norm": True}),
+    ("f16", {"n": 40, "k": 2048, "norm": True, "activation": "relu"}),
+    ("bf16", {"n": 2049, "k": 1536, "kv": 2048}),
+    ("bf16", {"n": 19, "k": 4096}),
+    ("f16", {"n": 16, "k": 8192, "residual": True}),
+    ("f16", {"n": 5, "k": 9000, "norm": True}),
+]
+APART: Final = [(dtype, sizes) for dtype, sizes in SIZES if "kv" not in sizes]
+
+
+def ways(gpu: GpuBackend, dtype: str, values: dict[str, Any]) -> Iterator[Launched]:
+    return both_ways(OP, gpu, dtype, plans({"n": values["n"], "k": values["k"]}, dtype, gpu.limits()).values())
+
+
+@cuda_only
+@pytest.mark.parametrize(("dtype", "sizes"), SIZES)
+def test_every_plan_is_right_and_has_the_same_bits(gpu: GpuBackend, dtype: str, sizes: dict[str, Any]) -> None:
+    values = drawn(dtype, **sizes)
+    exact, seen = ORACLES["gemv"](values), set()
+    for launched in ways(gpu, dtype, values):
+        found = launched.all(values)
+        for name, right in exact.items():
+            close(found[name], right, OP.spec.tolerance.of(dtype), f"{name}: {launched.how}")
+        seen.add(b"".join(found[name].tobytes() for name in exact))
+        gpu.sweep_unreleased()
+    assert len(seen) == 1
+
+
+@cuda_only
+@pytest.mark.parametrize(("dtype", "sizes"), APART)
+def test_an_element_does_not_depend_on_those_beside_it(gpu: GpuBackend, dtype: str, sizes: dict[str, Any]) -> None:
+    """With other rows of the weights beside its own, sound or not, it has the same bits."""
+    values = drawn(dtype, **sizes)
+    for launched in ways(gpu, dtype, values):
+        whole = launched(values)
+        for begin, end in ((0, 1), (1, 4), (3, sizes["n"])):
+            part = {name: values[name][begin:end] for name in ("weight", "bias", "out")}
+            op = replace(OP, plan=plan)
+            alone = Launched(op, gpu, dtype, plan({"n": end - begin, "k": sizes["k"]}, dtype, gpu.limits()))
+            found = alone({**values, **part, "n": end - begin, "kv_from": end - begin})
+            assert found.tobytes() == whole[begin:end].tobytes(), (launched.how, begin, end)
+        spoilt = values["weight"].copy()
+        spoilt[3] = np.nan
+        found = launched({**values, "weight": spoilt})
+        others = np.arange(sizes["n"]) != 3
+        assert np.isnan(np.float32(found[3])) == (sizes.get("activation") != "none")
+        assert found[others].tobytes() == whole[others].tobytes(), launched.how
+        gpu.sweep_unreleased()
+
+
+@cuda_only
+@pytest.mark.parametrize(("dtype", "sizes"), SIZES)
+def test_alignment_does_not_change_bits(gpu: GpuBackend, dtype: str, sizes: dict[str, Any]) -> None:
+    """Addresses an element past a multiple of 16 bytes are read element by element."""
+    v = drawn(dtype, **{**sizes, "kv": 0})
+    item = dtypes.itemsize(dtype)
+
+    def result(moved: str) -> bytes:
+        at = {}
+        for name in ("x", "gamma", "beta", "weight", "bias", "out"):
+            array = v[name]
+            if array is not None:
+                shift = int(name == moved)
+                at[name] = int(upload(gpu, np.concatenate([array.ravel()[:shift], array.ravel()]))) + shift * item
+        tensors = [at.get(arg.name, 0) for arg in OP.spec.args if arg.is_pointer]
+        OP.launch(gpu, dtype, [*tensors, *(v[arg.name] for arg in OP.spec.args if not arg.is_pointer)])
+        gpu.synchronize()
+        return download(gpu, at["out"], v["out"]).tobytes()
+
+    assert len({result(name) for name in ("", "x", "gamma", "beta", "weight", "bias", "out")}) == 1
+    gpu.sweep_unreleased()
+
+
+@cuda_only
+def test_a_chain_of_layers_that_start_early_is_in_order(gpu: GpuBackend) -> None:
+    """Each reads what the one ahead wrote, many times over, without a wait between them."""
+    d, steps, dtype = 1024, 40, "bf16"
+    v = drawn(dtype, d, d, norm=True)
+    x, gamma, beta, weight, bias = (upload(gpu, v[name]) for name in ("x", "gamma", "beta", "weight", "bias"))
+    sizes: Any = {"n": d, "k": d, "dtype": dtype, "gamma": gamma, "beta": beta, "eps": 1e-5}
+
+    def result(wait: bool) -> bytes:
+        ends = [gpu.alloc(v["x"].nbytes), gpu.alloc(v["x"].nbytes)]
+        gpu.copy_d2d(x, ends[0], v["x"].nbytes)
+        for step in range(steps):
+            gemv(gpu, ends[step % 2], weight, bias, ends[1 - step % 2], **sizes)
+            if wait:
+                gpu.synchronize()
+        gpu.synchronize()
+        return download(gpu, ends[steps % 2], v["x"]).tobytes()
+
+    apart = result(wait=True)
+    assert all(result(wait=False) == apart for _ in range(20))
