@@ -48,16 +48,15 @@ template <typename T>
 __device__ __forceinline__ void fold_splits(const Pair<T>& pair, unsigned splits) {
     const int pitch = pair.head_dim + 2;
     for (int dim = threadIdx.y * WARP + threadIdx.x; dim < pair.head_dim; dim += WARP * blockDim.y) {
-        float most = LOWEST, total = 0.0f, sum = 0.0f;
-        for (unsigned split = 0; split < splits; ++split) {
-            const float* part = pair.parts + split * pitch;
-            const float largest = fmaxf(most, part[pair.head_dim]);
-            const float keep = expf(most - largest), take = expf(part[pair.head_dim] - largest);
-            most = largest;
-            total = fmaf(part[pair.head_dim + 1], take, total * keep);
-            sum = fmaf(part[dim], take, sum * keep);
+        const float* part = pair.parts;
+        Folded folded;
+        folded.begin(part[pair.head_dim], part[pair.head_dim + 1]);
+        float sum = part[dim];
+        for (unsigned split = 1; split < splits; ++split) {
+            part += pitch;
+            sum = folded.add(part[pair.head_dim], part[pair.head_dim + 1]).of(sum, part[dim]);
         }
-        pair.out[dim] = from_float<T>(sum / total);
+        pair.out[dim] = from_float<T>(sum / folded.total);
     }
 }
 
@@ -129,37 +128,45 @@ __device__ __forceinline__ void attend(const Pair<T>& pair) {
     finish(pair, turn.splits);
 }
 
+// Brings in what the kernel ahead wrote of the tiles that a warp begins with.
+template <typename Tile, typename T>
+__device__ __forceinline__ void fetch_fresh(const Pair<T>& pair, uint4* ring, Turn turn) {
+    wait_for_copies<0>();  // those places have been set to 0
+    for (int stage = 0; stage < STAGES; ++stage, turn.advance()) {
+        if (turn.there()) {
+            Tile::fetch_few(pair, ring + stage * STAGE_PACKS, turn.tile, pair.settled, pair.length);
+        }
+    }
+    end_copies();
+    wait_for_copies<0>();
+}
+
 // What a warp does with tiles that wait in shared memory, the next one while it attends to one.
 template <typename Tile, typename T>
 __device__ __forceinline__ void attend_waiting(const Pair<T>& pair) {
-    constexpr unsigned ALL = ~0u;
     Turn turn((pair.length + Tile::KEYS - 1) / Tile::KEYS), ahead = turn;
     uint4* ring = pair.ring + threadIdx.x;
-    unsigned from = 0;
-    if (pair.early) {
-        if constexpr (Tile::WHOLE) {
-            from = pair.settled;
-#pragma unroll
-            for (int stage = 0; stage < STAGES; ++stage) {
-                if (ahead.there()) {
-                    Tile::fetch(pair, ring + stage * STAGE_PACKS, ahead.tile, 0, from, from);
-                }
-                ahead.advance();
-            }
-            ahead = turn;
-        }
+    const bool early = pair.early && Tile::WHOLE;
+    if (pair.early && !early) {
         wait_for_previous();
     }
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage) {
+    for (int stage = 0; stage < STAGES; ++stage, ahead.advance()) {
         if (ahead.there()) {
-            Tile::fetch(pair, ring + stage * STAGE_PACKS, ahead.tile, from, ALL, pair.length);
+            Tile::fetch(pair, ring + stage * STAGE_PACKS, ahead.tile, early ? pair.settled : pair.length);
         }
         end_copies();
-        ahead.advance();
     }
     Tile tile;
+    typename Tile::Whole whole;
+    const bool alone = blockDim.y == 1;  // one warp takes all splits
+    if (early) {
+        wait_for_previous();
+    }
     tile.load_query(pair);
+    if (early && pair.settled < pair.length) {
+        fetch_fresh<Tile>(pair, ring, turn);
+    }
 #pragma unroll 1
     for (unsigned count = 0; turn.there(); turn.advance(), ahead.advance(), ++count) {
         uint4* packs = ring + count % STAGES * STAGE_PACKS;
@@ -169,14 +176,22 @@ __device__ __forceinline__ void attend_waiting(const Pair<T>& pair) {
         wait_for_copies<STAGES - 1>();
         tile.attend(pair, packs, turn.tile);
         if (turn.is_last()) {
-            tile.store(pair, part_of(pair, turn.split));
+            if (alone) {
+                whole.add(tile, turn.split == 0);
+            } else {
+                tile.store(pair, part_of(pair, turn.split));
+            }
         }
         if (ahead.there()) {
-            Tile::fetch(pair, packs, ahead.tile, 0, ALL, pair.length);
+            Tile::fetch(pair, packs, ahead.tile, pair.length);
         }
         end_copies();
     }
-    finish(pair, turn.splits);
+    if (!alone) {
+        finish(pair, turn.splits);
+    } else if (pair.length > 0) {
+        whole.store(pair);
+    }
 }
 
 template <bool WHOLE>
@@ -251,10 +266,10 @@ __device__ __forceinline__ void decode_attention(const T* q, const unsigned long
     }
 }
 
-// Three blocks on a multiprocessor: told nothing, the compiler saves registers for more of them, and waits for one load
+// Four blocks on a multiprocessor: told nothing, the compiler saves registers for more of them, and waits for one load
 // before it issues the next.
 #define ENTRY(T, suffix)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(128, 3) decode_attention_##suffix(                                    \
+    extern "C" __global__ void __launch_bounds__(128, 4) decode_attention_##suffix(                                    \
         const T* q, const unsigned long long* spans, const int* lengths, const int* ancestry,                          \
         const int* ancestry_index, const int* beam_positions, T* out, int rows, int heads, int head_dim,               \
         long long q_stride, long long k_offset, long long v_offset, long long kv_stride, float scale,                  \

@@ -69,11 +69,11 @@ __device__ __forceinline__ int columns_from(int first, int columns, int k) {
     return max(0, min(columns, k - first));
 }
 
-// Leaves what a warp has seen of a chunk in shared memory; its lane has `count` elements of `columns`.
+// Leaves what a warp has seen of the chunk from column `begin` on in shared memory; its lane has `count` elements of it.
 template <typename T>
-__device__ __forceinline__ void store_moments(const uint4& pack, int count, int columns, float2* to) {
+__device__ __forceinline__ void store_moments(const uint4& pack, int count, int begin, int k, float2* to) {
     Moments moments = {0.0f, 0.0f, 0.0f};
-    if (columns == CHUNK<T>) {
+    if (begin + CHUNK<T> <= k) {
         moments = merge_equal_lanes(moments_of_pack<T>(pack), WARP);
     } else {
         const uint4 packs[1] = {pack};
@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_moments(const uint4& pack, int count, int 
         if (count > 0) {
             moments = moments_of<T, false>(packs, counts);
         }
-        moments = merge_lanes(moments, static_cast<float>(columns), WARP);
+        moments = merge_lanes(moments, static_cast<float>(k - begin), WARP);
     }
     if (threadIdx.x % WARP == 0) {
         *to = make_float2(moments.mean, moments.squares);
@@ -327,7 +327,7 @@ __device__ __forceinline__ void stage(const Layer<T>& layer, const Room& room, S
         const uint4 pack = load_fresh(layer.x + column, column < layer.k);
         const int begin = column - lane_column;
         staged[column / PACK<T>] = pack;
-        store_moments<T>(pack, columns_from(column, PACK<T>, layer.k), columns_from(begin, CHUNK<T>, layer.k),
+        store_moments<T>(pack, columns_from(column, PACK<T>, layer.k), begin, layer.k,
                          room.moments + begin / CHUNK<T>);
     }
     __syncthreads();
@@ -354,8 +354,7 @@ __device__ __noinline__ Norm find_norm(const T* x, int k, float eps, float2* roo
         for (int chunk = thread_of_block() / WARP; chunk * CHUNK<T> < columns; chunk += warps) {
             const int begin = first + chunk * CHUNK<T>, column = begin + threadIdx.x % WARP * PACK<T>;
             const int count = columns_from(column, PACK<T>, k);
-            store_moments<T>(gather_fresh(x + column, count), count, columns_from(begin, CHUNK<T>, k),
-                             room + chunk);
+            store_moments<T>(gather_fresh(x + column, count), count, begin, k, room + chunk);
         }
         __syncthreads();
         moments = merged(moments, merge_chunks<T>(room, columns));

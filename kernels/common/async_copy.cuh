@@ -8,16 +8,18 @@
 
 #include "common/element.cuh"
 
+// An address in shared memory, as `copy_async` takes it.
+__device__ __forceinline__ unsigned shared_address(const void* place) {
+    unsigned address;
+    asm("{ .reg .u64 shared; cvta.to.shared.u64 shared, %1; cvt.u32.u64 %0, shared; }" : "=r"(address) : "l"(place));
+    return address;
+}
+
 // A pack, past the L1; 0, and no access, unless `there`. Both addresses must be multiples of 16 bytes.
 template <typename T>
-__device__ __forceinline__ void copy_async(uint4* to, const T* from, bool there) {
+__device__ __forceinline__ void copy_async(unsigned to, const T* from, bool there) {
     const unsigned bytes = there ? 16 : 0;
-    asm volatile(
-        "{ .reg .u64 place; .reg .u32 shared; cvta.to.shared.u64 place, %0; cvt.u32.u64 shared, place; "
-        "cp.async.cg.shared.global [shared], [%1], 16, %2; }"
-        :
-        : "l"(to), "l"(from), "r"(bytes)
-        : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 // Ends a group: the thread's copies since the last one.

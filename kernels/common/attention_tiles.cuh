@@ -37,6 +37,33 @@ struct Pair {
     }
 };
 
+// What is folded keeps of its sums, and takes of the next one's.
+struct Shares {
+    float keep, take;
+
+    __device__ __forceinline__ float of(float sum, float next) const {
+        return fmaf(next, take, sum * keep);
+    }
+};
+
+// The largest score and the sum of weights of some splits.
+struct Folded {
+    float most, total;
+
+    __device__ __forceinline__ Shares begin(float first_most, float first_total) {
+        most = first_most;
+        total = first_total;
+        return {0.0f, 1.0f};
+    }
+    __device__ __forceinline__ Shares add(float next_most, float next_total) {
+        const float largest = fmaxf(most, next_most);
+        const Shares shares = {exp_of(most - largest), exp_of(next_most - largest)};
+        most = largest;
+        total = shares.of(total, next_total);
+        return shares;
+    }
+};
+
 // Elements from `dim` on, of a head that begins at `from`; `pack` keeps what it holds where there are none.
 template <bool WHOLE, typename T>
 __device__ __forceinline__ void load_dims(uint4& pack, const T* from, int dim, int head_dim, bool there) {
@@ -231,38 +258,107 @@ struct TensorTile {
         return (PACKS + i * BLOCKS + b) * WARP;
     }
 
-    // Begins to bring in those of the tile's positions that are in [from, until), as 0 those that are not before `to`.
-    __device__ __forceinline__ static void fetch(const Pair<T>& pair, uint4* packs, unsigned tile, unsigned from,
-                                                 unsigned until, unsigned to) {
-#pragma unroll(WHOLE ? EIGHTS : 1)
-        for (int i = 0; i < EIGHTS; ++i) {
-            const unsigned p = tile * KEYS + 8 * i + g();
-            if (from <= p && p < until) {
-                const T* at = pair.keys + (p < to ? pair.place(p) : 0);
+    // Whether a tile has keys past its first sixteen, which is as many as are attended to at least.
+    __device__ __forceinline__ static bool is_full(const Pair<T>& pair, unsigned tile) {
+        return EIGHTS == 2 || tile * KEYS + 16 < pair.length;
+    }
+
+    // Begins to bring in a tile, positions from `to` on as 0.
+    __device__ __forceinline__ static void fetch(const Pair<T>& pair, uint4* packs, unsigned tile, unsigned to) {
+        if constexpr (WHOLE) {
+            const unsigned shared = shared_address(packs), first_key = tile * KEYS + g();
+            if (pair.ancestors == nullptr) {
+                const long long step = 8 * pair.kv_stride;
+                const T* key = pair.keys + pair.place(first_key) + 8 * t();
+                const T* value[2];  // of keys 2t and 2t + 1 of eight
 #pragma unroll
-                for (int c = 0; c < CHUNKS; ++c) {
-                    fetch_dims(packs + key_pack(i, c), at, 32 * c + 8 * t(), p < to ? pair.head_dim : 0);
+                for (int e = 0; e < 2; ++e) {
+                    value[e] = pair.values + pair.place(tile * KEYS + 2 * t() + e) + 8 * g();
+                }
+#pragma unroll
+                for (int i = 0; i < EIGHTS; ++i) {
+                    if (i == 2 && !is_full(pair, tile)) {
+                        break;
+                    }
+                    fetch_key(pair, shared, i, key + i * step, first_key + 8 * i < to);
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const unsigned p = tile * KEYS + 8 * i + 2 * t() + e;
+                        fetch_value(pair, shared, 2 * i + e, value[e] + i * step, p < to);
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < EIGHTS; ++i) {
+                    const unsigned eight = tile * KEYS + 8 * i, k = eight + g();
+                    fetch_key(pair, shared, i, pair.keys + (k < to ? pair.place(k) : 0) + 8 * t(), k < to);
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const unsigned v = eight + 2 * t() + e;
+                        fetch_value(pair, shared, 2 * i + e, pair.values + (v < to ? pair.place(v) : 0) + 8 * g(),
+                                    v < to);
+                    }
                 }
             }
+        } else {
+            fetch_scattered(pair, packs, tile, to);
         }
-#pragma unroll(WHOLE ? 4 * SIXTEENS : 1)
-        for (int i = 0; i < 4 * SIXTEENS; ++i) {
-            const unsigned p = tile * KEYS + i / 2 * 8 + 2 * t() + i % 2;
-            if (from <= p && p < until) {
-                const T* at = pair.values + (p < to ? pair.place(p) : 0);
-#pragma unroll
-                for (int b = 0; b < BLOCKS; ++b) {
-                    fetch_dims(packs + value_pack(i, b), at, 64 * b + 8 * g(), p < to ? pair.head_dim : 0);
-                }
+    }
+
+    // Begins to bring in those positions of a tile that are in [from, to), few as a rule, and leaves the others.
+    __device__ __forceinline__ static void fetch_few(const Pair<T>& pair, uint4* packs, unsigned tile, unsigned from,
+                                                     unsigned to) {
+        const unsigned shared = shared_address(packs), begin = tile * KEYS, end = min(to, begin + KEYS);
+#pragma unroll 1
+        for (unsigned p = max(from, begin); p < end; ++p) {
+            const unsigned eight = (p - begin) / 8, within = (p - begin) % 8;
+            const long long place = pair.place(p);
+            if (within == g()) {
+                fetch_key(pair, shared, eight, pair.keys + place + 8 * t(), true);
+            }
+            if (within / 2 == t()) {
+                fetch_value(pair, shared, 2 * eight + within % 2, pair.values + place + 8 * g(), true);
             }
         }
     }
 
-    __device__ __forceinline__ static void fetch_dims(uint4* pack, const T* from, int dim, int head_dim) {
-        if constexpr (WHOLE) {
-            copy_async(pack, from + dim, dim < head_dim);
-        } else {
-            *pack = gather_fresh(from + dim, head_dim - dim);
+    __device__ __forceinline__ static void fetch_key(const Pair<T>& pair, unsigned shared, int i, const T* from,
+                                                     bool there) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const unsigned to = shared + key_pack(i, c) * static_cast<unsigned>(sizeof(uint4));
+            copy_async(to, from + 32 * c, there && 32 * c + 8 * static_cast<int>(t()) < pair.head_dim);
+        }
+    }
+
+    __device__ __forceinline__ static void fetch_value(const Pair<T>& pair, unsigned shared, int i, const T* from,
+                                                       bool there) {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b) {
+            const unsigned to = shared + value_pack(i, b) * static_cast<unsigned>(sizeof(uint4));
+            copy_async(to, from + 64 * b, there && 64 * b + 8 * static_cast<int>(g()) < pair.head_dim);
+        }
+    }
+
+    // The same element by element, at once.
+    __device__ __forceinline__ static void fetch_scattered(const Pair<T>& pair, uint4* packs, unsigned tile,
+                                                           unsigned to) {
+#pragma unroll 1
+        for (int i = 0; i < EIGHTS; ++i) {
+            const unsigned k = tile * KEYS + 8 * i + g();
+            const T* at = pair.keys + (k < to ? pair.place(k) : 0);
+            for (int c = 0; c < CHUNKS; ++c) {
+                const int dim = 32 * c + 8 * t();
+                packs[key_pack(i, c)] = gather_fresh(at + dim, k < to ? pair.head_dim - dim : 0);
+            }
+            for (int e = 0; e < 2; ++e) {
+                const unsigned v = tile * KEYS + 8 * i + 2 * t() + e;
+                at = pair.values + (v < to ? pair.place(v) : 0);
+                for (int b = 0; b < BLOCKS; ++b) {
+                    const int dim = 64 * b + 8 * g();
+                    packs[value_pack(2 * i + e, b)] = gather_fresh(at + dim, v < to ? pair.head_dim - dim : 0);
+                }
+            }
         }
     }
 
@@ -284,20 +380,39 @@ struct TensorTile {
 
     // Adds a tile whose packs are there.
     __device__ __forceinline__ void attend(const Pair<T>& pair, const uint4* packs, unsigned tile) {
-        float weight[EIGHTS][2], largest = most;
+        if (is_full(pair, tile)) {
+            attend_eights<EIGHTS>(pair, packs, tile);
+        } else {
+            attend_eights<2>(pair, packs, tile);
+        }
+    }
+
+    template <int COUNT>
+    __device__ __forceinline__ void attend_eights(const Pair<T>& pair, const uint4* packs, unsigned tile) {
+        const int left = static_cast<int>(pair.length - tile * KEYS) - 2 * static_cast<int>(t());
+        float score[COUNT][4] = {}, weight[COUNT][2], largest = most;
 #pragma unroll
-        for (int i = 0; i < EIGHTS; ++i) {
-            float score[4] = {};
+        for (int c = 0; c < CHUNKS; ++c) {  // of all keys together: a sum waits for its last product
+            const uint4 q = query[c];
+            uint4 k[COUNT];
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                const uint4 q = query[c], k = packs[key_pack(i, c)];
-                multiply_add(score, q.x, q.x, q.y, q.y, k.x, k.y, T{});
-                multiply_add(score, q.z, q.z, q.w, q.w, k.z, k.w, T{});
+            for (int i = 0; i < COUNT; ++i) {
+                k[i] = packs[key_pack(i, c)];
             }
 #pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                multiply_add(score[i], q.x, q.x, q.y, q.y, k[i].x, k[i].y, T{});
+            }
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                multiply_add(score[i], q.z, q.z, q.w, q.w, k[i].z, k[i].w, T{});
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const unsigned p = tile * KEYS + 8 * i + 2 * t() + e;
-                weight[i][e] = p < pair.length ? score[e] * pair.scale : -infinity();
+                weight[i][e] = 8 * i + e < left ? score[i][e] * pair.scale : -infinity();
                 largest = fmaxf(largest, weight[i][e]);
             }
         }
@@ -310,7 +425,7 @@ struct TensorTile {
             sum[i / 16][i / 4 % 4][i % 4] *= keep;
         }
 #pragma unroll
-        for (int i = 0; i < EIGHTS; ++i) {
+        for (int i = 0; i < COUNT; ++i) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 weight[i][e] = exp_of(weight[i][e] - most);
@@ -318,7 +433,7 @@ struct TensorTile {
             }
         }
 #pragma unroll
-        for (int s = 0; s < SIXTEENS; ++s) {
+        for (int s = 0; s < COUNT / 2; ++s) {
             const unsigned near = share_of(weight[2 * s]), far = share_of(weight[2 * s + 1]);
 #pragma unroll
             for (int b = 0; b < BLOCKS; ++b) {
@@ -346,14 +461,20 @@ struct TensorTile {
         return g() % 2 == 0 ? most_of : word_of<T>(weights[0] - rounded[0], weights[1] - rounded[1]);
     }
 
+    // The lane's dimensions of each 64, 8g and on.
+    __device__ __forceinline__ float sum_of(int i) const {
+        const float(&parts)[4] = sum[i / 8][i % 8 / 2];
+        return parts[i % 2 * 2] + parts[i % 2 * 2 + 1];
+    }
+
     __device__ __forceinline__ void store(const Pair<T>& pair, float* to) const {
         const float all = warp_reduce<Sum>(total, 4);
 #pragma unroll
         for (int i = 0; i < 8 * BLOCKS; ++i) {
             const int place = i / 8 * 64 + 8 * g() + i % 8;
-            const float(&parts)[4] = sum[i / 8][i % 8 / 2];
+            const float value = sum_of(i);
             if (t() == 0 && place < pair.head_dim) {
-                to[place] = parts[i % 2 * 2] + parts[i % 2 * 2 + 1];
+                to[place] = value;
             }
         }
         if (threadIdx.x == 0) {
@@ -361,6 +482,37 @@ struct TensorTile {
             to[pair.head_dim + 1] = all;
         }
     }
+
+    // The splits of a pair that one warp takes, folded as `fold` would those in shared memory.
+    struct Whole {
+        Folded folded;
+        float value[8 * BLOCKS];
+
+        __device__ __forceinline__ void add(const TensorTile& tile, bool first) {
+            const float all = warp_reduce<Sum>(tile.total, 4);
+            const Shares shares = first ? folded.begin(tile.most, all) : folded.add(tile.most, all);
+#pragma unroll
+            for (int i = 0; i < 8 * BLOCKS; ++i) {
+                value[i] = first ? tile.sum_of(i) : shares.of(value[i], tile.sum_of(i));
+            }
+        }
+
+        __device__ __forceinline__ void store(const Pair<T>& pair) const {
+            const bool whole = pair.head_dim % PACK<T> == 0 && aligned16(pair.out);
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b) {
+                const int dim = 64 * b + 8 * g();
+                float values[8];
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    values[e] = value[8 * b + e] / folded.total;
+                }
+                if (t() == 0 && dim < pair.head_dim) {
+                    store_pack(pair.out + dim, pair.head_dim - dim, whole, values);
+                }
+            }
+        }
+    };
 };
 
 #endif
