@@ -14,7 +14,7 @@
 //            the row's first key and value are multiples of 16 bytes, else element by element; the bits are the same.
 // Launch     Grid (rows * heads / pairs, rounded up), where a pair is one head of one row, the heads of a row next to
 //            each other as they are in memory. Block (32, warps of a pair, pairs), at most 128 threads; one of the two is
-//            1. Shared memory: metrale.ops.decode_attention.shared_bytes. May begin before the kernel ahead has ended.
+//            1. Shared memory: SPLITS * (head_dim + 2) floats a pair. May begin before the kernel ahead has ended.
 // Fresh      How many of a row's last positions a kernel that is still under way may write; all other positions, spans,
 //            lengths and the tables of ancestries are then read before the wait. -1: any of these may be written.
 // Aliasing   out overlaps nothing that is read. Rows may share a span.
@@ -23,25 +23,189 @@
 // Undefined  A length below 1, or past what the span, an ancestry or a beam's storage holds; head_dim above 256; an
 //            ancestry_index or an ancestor past the last.
 //
-// A warp attends to a tile of keys at a time, eight packs of keys and of values a lane, and keeps the largest score, the
-// sum of weights and the weighted value (online softmax). Tiles are dealt out to up to SPLITS splits, and these folded in
-// order. Who takes a split does not matter: one warp may take them one after the other, or each warp of a block its
-// share, so that few rows are spread over more warps. Each key and value is read once, and memory is the limit where
-// rows are many: 16-bit elements are brought to shared memory while others are attended to.
+// A warp attends to a tile of keys at a time, as many as it can have under way: eight packs of keys and of values a lane.
+// It keeps the largest score, the sum of weights and the weighted value (online softmax). Tiles are dealt out to up to
+// SPLITS splits, and these folded in order. Who takes a split does not matter: one warp may take them one after the
+// other, or each warp of a block its share, so that few rows are spread over more warps. Each key and value is read
+// once, and memory is the limit where rows are many.
 
 #include "common/attention.cuh"
-#include "common/attention_tiles.cuh"
 #include "common/dependent.cuh"
 
-constexpr unsigned SPLITS = 8;             // of a row's keys, at most; the order of sums depends on it
-constexpr int STAGES = 2;                  // tiles of a warp that wait in shared memory
-constexpr int STAGE_PACKS = 16 * WARP;     // of one of them
+constexpr unsigned SPLITS = 8;  // of a row's keys, at most; the order of sums depends on it
 
-// Whether tiles wait in shared memory, and do not go to registers at once.
+// One head of one row: what is read, and where the result goes.
 template <typename T>
-__device__ __forceinline__ bool waits_in_shared(int head_dim) {
-    return sizeof(T) == 2 && head_dim <= 128;
+struct Pair {
+    const T* query;
+    const T* keys;
+    const T* values;
+    const int* ancestors;  // the beam of each position; NULL: the row has no ancestry
+    T* out;
+    float* parts;  // in shared memory, of each split: head_dim weighted values, the largest score, the sum of weights
+    long long kv_stride;
+    unsigned beam_positions;
+    unsigned length;   // 0: there is no such pair
+    unsigned settled;  // positions before it were written long ago
+    int head_dim;
+    float scale;
+    bool early;  // the wait is still to come
+
+    // How many elements after `keys` and `values` those of the row's position p are.
+    __device__ __forceinline__ long long place(unsigned p) const {
+        return static_cast<long long>(ancestors == nullptr ? p : ancestors[p] * beam_positions + p) * kv_stride;
+    }
+};
+
+// Elements from `dim` on, of a head that begins at `from`; `pack` keeps what it holds where there are none.
+template <bool WHOLE, typename T>
+__device__ __forceinline__ void load_dims(uint4& pack, const T* from, int dim, int head_dim, bool there) {
+    const bool some = there && dim < head_dim;
+    if constexpr (WHOLE) {
+        load_over(pack, from + dim, some);
+    } else if (some) {
+        pack = gather_fresh(from + dim, head_dim - dim);
+    }
 }
+
+// The query's elements from `dim` on; its address need not be that of a pack.
+template <typename T>
+__device__ __forceinline__ uint4 load_query_dims(const Pair<T>& pair, int dim) {
+    uint4 pack = make_uint4(0, 0, 0, 0);
+    if (pair.head_dim % PACK<T> == 0 && aligned16(pair.query)) {
+        load_dims<true>(pack, pair.query, dim, pair.head_dim, pair.length > 0);
+    } else {
+        load_dims<false>(pack, pair.query, dim, pair.head_dim, pair.length > 0);
+    }
+    return pack;
+}
+
+// A warp's keys and values, and what it keeps of those before (online softmax). LANES lanes hold a key, CHUNKS packs each.
+// WHOLE: keys and values are loaded 16 bytes at a time.
+template <typename T, int LANES, int CHUNKS, bool WHOLE_PACKS>
+struct KeyTile {
+    static constexpr bool WHOLE = WHOLE_PACKS;
+    static constexpr int VEC = PACK<T>, COUNT = CHUNKS * VEC;
+    static constexpr int LOADS = 8 / CHUNKS;          // keys of a lane
+    static constexpr unsigned GROUPS = WARP / LANES;  // keys that the warp loads at once
+    static constexpr unsigned KEYS = LOADS * GROUPS;
+
+    uint4 key[LOADS][CHUNKS] = {}, value[LOADS][CHUNKS] = {};
+    float query[COUNT];
+    float most, total, sum[COUNT];
+
+    __device__ __forceinline__ static int dim(int chunk) {
+        return (chunk * LANES + static_cast<int>(threadIdx.x) % LANES) * VEC;
+    }
+    __device__ __forceinline__ static unsigned position(unsigned tile, int load) {
+        return tile * KEYS + load * GROUPS + threadIdx.x / LANES;
+    }
+
+    // Loads those of the tile's positions that are in [from, to), and leaves the others as they are: what they hold is
+    // of another key of the row, or 0, and gets no weight.
+    __device__ __forceinline__ void load(const Pair<T>& pair, unsigned tile, unsigned from, unsigned to) {
+#pragma unroll(WHOLE ? LOADS : 1)
+        for (int i = 0; i < LOADS; ++i) {
+            const unsigned p = position(tile, i);
+            const bool there = from <= p && p < to;
+            const long long at = there ? pair.place(p) : 0;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                load_dims<WHOLE>(key[i][c], pair.keys + at, dim(c), pair.head_dim, there);
+                load_dims<WHOLE>(value[i][c], pair.values + at, dim(c), pair.head_dim, there);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_query(const Pair<T>& pair) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            float values[VEC];
+            unpack(load_query_dims(pair, dim(c)), values, T{});
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) {
+                query[c * VEC + e] = values[e] * pair.scale;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void begin() {
+        most = LOWEST;
+        total = 0.0f;
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            sum[e] = 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ void attend(const Pair<T>& pair, unsigned tile) {
+        float score[LOADS], largest = most;
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            score[i] = 0.0f;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                float k[VEC];
+                unpack(key[i][c], k, T{});
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) {
+                    score[i] = fmaf(query[c * VEC + e], k[e], score[i]);
+                }
+            }
+            score[i] = warp_reduce<Sum>(score[i], LANES);
+            score[i] = position(tile, i) < pair.length ? score[i] : -infinity();
+            largest = fmaxf(largest, score[i]);
+        }
+        largest = across<Max>(largest);
+        const float keep = expf(most - largest);
+        most = largest;
+        total *= keep;
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            sum[e] *= keep;
+        }
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const float weight = expf(score[i] - most);
+            total += weight;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                float v[VEC];
+                unpack(value[i][c], v, T{});
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) {
+                    sum[c * VEC + e] = fmaf(weight, v[e], sum[c * VEC + e]);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(const Pair<T>& pair, float* to) const {
+        const float all = across<Sum>(total);
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            const int place = dim(e / VEC) + e % VEC;
+            const float value = across<Sum>(sum[e]);
+            if (threadIdx.x < LANES && place < pair.head_dim) {
+                to[place] = value;
+            }
+        }
+        if (threadIdx.x == 0) {
+            to[pair.head_dim] = most;
+            to[pair.head_dim + 1] = all;
+        }
+    }
+
+    // Over the groups of lanes that hold a key each.
+    template <typename Combine>
+    __device__ __forceinline__ static float across(float value) {
+#pragma unroll
+        for (int step = LANES; step < WARP; step *= 2) {
+            value = Combine::of(value, __shfl_xor_sync(ALL_LANES, value, step));
+        }
+        return value;
+    }
+};
 
 // Writes the result from the parts of a pair that its warps left in shared memory; they share the dimensions.
 template <typename T>
@@ -49,14 +213,16 @@ __device__ __forceinline__ void fold_splits(const Pair<T>& pair, unsigned splits
     const int pitch = pair.head_dim + 2;
     for (int dim = threadIdx.y * WARP + threadIdx.x; dim < pair.head_dim; dim += WARP * blockDim.y) {
         const float* part = pair.parts;
-        Folded folded;
-        folded.begin(part[pair.head_dim], part[pair.head_dim + 1]);
-        float sum = part[dim];
+        float most = part[pair.head_dim], total = part[pair.head_dim + 1], sum = part[dim];
         for (unsigned split = 1; split < splits; ++split) {
             part += pitch;
-            sum = folded.add(part[pair.head_dim], part[pair.head_dim + 1]).of(sum, part[dim]);
+            const float largest = fmaxf(most, part[pair.head_dim]);
+            const float keep = expf(most - largest), take = expf(part[pair.head_dim] - largest);
+            most = largest;
+            total = fmaf(part[pair.head_dim + 1], take, total * keep);
+            sum = fmaf(part[dim], take, sum * keep);
         }
-        pair.out[dim] = from_float<T>(sum / folded.total);
+        pair.out[dim] = from_float<T>(sum / total);
     }
 }
 
@@ -81,25 +247,7 @@ struct Turn {
     }
 };
 
-template <typename T>
-__device__ __forceinline__ float* part_of(const Pair<T>& pair, unsigned split) {
-    return pair.parts + split * (pair.head_dim + 2);
-}
-
-// All warps of a pair have stored their parts.
-template <typename T>
-__device__ __forceinline__ void finish(const Pair<T>& pair, unsigned splits) {
-    if (blockDim.y == 1) {
-        __syncwarp();
-    } else {
-        __syncthreads();
-    }
-    if (pair.length > 0) {
-        fold_splits(pair, splits);
-    }
-}
-
-// What a warp does with tiles in registers.
+// What a warp does.
 template <typename Tile, typename T>
 __device__ __forceinline__ void attend(const Pair<T>& pair) {
     Turn turn((pair.length + Tile::KEYS - 1) / Tile::KEYS);
@@ -115,104 +263,38 @@ __device__ __forceinline__ void attend(const Pair<T>& pair) {
     tile.load_query(pair);
 #pragma unroll 1
     for (; turn.there(); turn.advance()) {
-        tile.load(pair, turn.tile, from, pair.length);
+        const unsigned to = min(pair.length, (turn.tile + 1) * Tile::KEYS);
+        if (from < to) {  // else all of it is there
+            tile.load(pair, turn.tile, from, to);
+        }
         from = 0;
         if (turn.is_first()) {
             tile.begin();
         }
         tile.attend(pair, turn.tile);
         if (turn.is_last()) {
-            tile.store(pair, part_of(pair, turn.split));
+            tile.store(pair, pair.parts + turn.split * (pair.head_dim + 2));
         }
     }
-    finish(pair, turn.splits);
-}
-
-// Brings in what the kernel ahead wrote of the tiles that a warp begins with.
-template <typename Tile, typename T>
-__device__ __forceinline__ void fetch_fresh(const Pair<T>& pair, uint4* ring, Turn turn) {
-    wait_for_copies<0>();  // those places have been set to 0
-    for (int stage = 0; stage < STAGES; ++stage, turn.advance()) {
-        if (turn.there()) {
-            Tile::fetch_few(pair, ring + stage * STAGE_PACKS, turn.tile, pair.settled, pair.length);
-        }
-    }
-    end_copies();
-    wait_for_copies<0>();
-}
-
-// What a warp does with tiles that wait in shared memory, the next one while it attends to one.
-template <typename Tile, typename T>
-__device__ __forceinline__ void attend_waiting(const Pair<T>& pair) {
-    Turn turn((pair.length + Tile::KEYS - 1) / Tile::KEYS), ahead = turn;
-    uint4* ring = pair.ring + threadIdx.x;
-    const bool early = pair.early && Tile::WHOLE;
-    if (pair.early && !early) {
-        wait_for_previous();
-    }
-#pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage, ahead.advance()) {
-        if (ahead.there()) {
-            Tile::fetch(pair, ring + stage * STAGE_PACKS, ahead.tile, early ? pair.settled : pair.length);
-        }
-        end_copies();
-    }
-    Tile tile;
-    typename Tile::Whole whole;
-    const bool alone = blockDim.y == 1;  // one warp takes all splits
-    if (early) {
-        wait_for_previous();
-    }
-    tile.load_query(pair);
-    if (early && pair.settled < pair.length) {
-        fetch_fresh<Tile>(pair, ring, turn);
-    }
-#pragma unroll 1
-    for (unsigned count = 0; turn.there(); turn.advance(), ahead.advance(), ++count) {
-        uint4* packs = ring + count % STAGES * STAGE_PACKS;
-        if (turn.is_first()) {
-            tile.begin();
-        }
-        wait_for_copies<STAGES - 1>();
-        tile.attend(pair, packs, turn.tile);
-        if (turn.is_last()) {
-            if (alone) {
-                whole.add(tile, turn.split == 0);
-            } else {
-                tile.store(pair, part_of(pair, turn.split));
-            }
-        }
-        if (ahead.there()) {
-            Tile::fetch(pair, packs, ahead.tile, pair.length);
-        }
-        end_copies();
-    }
-    if (!alone) {
-        finish(pair, turn.splits);
-    } else if (pair.length > 0) {
-        whole.store(pair);
-    }
-}
-
-template <bool WHOLE>
-__device__ __forceinline__ void attend_by_width(const Pair<float>& pair) {
-    if (pair.head_dim <= 64) {
-        attend<LaneTile<float, 16, 1, WHOLE>>(pair);
-    } else if (pair.head_dim <= 128) {
-        attend<LaneTile<float, 32, 1, WHOLE>>(pair);
+    if (blockDim.y == 1) {
+        __syncwarp();
     } else {
-        attend<LaneTile<float, 32, 2, WHOLE>>(pair);
+        __syncthreads();
+    }
+    if (pair.length > 0) {
+        fold_splits(pair, turn.splits);
     }
 }
 
 template <bool WHOLE, typename T>
 __device__ __forceinline__ void attend_by_width(const Pair<T>& pair) {
+    constexpr int VEC = PACK<T>;
     if (pair.head_dim <= 64) {
-        attend_waiting<TensorTile<T, 1, WHOLE>>(pair);
+        attend<KeyTile<T, 64 / VEC, 1, WHOLE>>(pair);
     } else if (pair.head_dim <= 128) {
-        attend_waiting<TensorTile<T, 2, WHOLE>>(pair);
+        attend<KeyTile<T, 128 / VEC, 1, WHOLE>>(pair);
     } else {
-        attend<LaneTile<T, 32, 1, WHOLE>>(pair);
+        attend<KeyTile<T, 32, 8 / VEC, WHOLE>>(pair);  // float: two packs a lane
     }
 }
 
@@ -229,7 +311,7 @@ __device__ __forceinline__ void decode_attention(const T* q, const unsigned long
                                                  long long q_stride, long long k_offset, long long v_offset,
                                                  long long kv_stride, float scale, long long ancestry_capacity,
                                                  int fresh) {
-    extern __shared__ uint4 shared[];
+    extern __shared__ float parts[];
     let_next_begin();
     if (fresh < 0) {
         wait_for_previous();
@@ -242,15 +324,11 @@ __device__ __forceinline__ void decode_attention(const T* q, const unsigned long
     const unsigned length = there ? lengths[row] : 0;
     const unsigned settled = fresh < 0 ? 0 : length - min(length, static_cast<unsigned>(fresh));
     const int index = ancestry == nullptr ? -1 : ancestry_index[row];
-    const unsigned warps = blockDim.y * blockDim.z, warp = threadIdx.z * blockDim.y + threadIdx.y;
-    uint4* rings = shared;
-    float* parts = reinterpret_cast<float*>(rings + (waits_in_shared<T>(head_dim) ? warps * STAGES * STAGE_PACKS : 0));
     const Pair<T> pair = {q + row * q_stride + within,
                           span + k_offset,
                           span + v_offset,
                           index < 0 ? nullptr : ancestry + index * ancestry_capacity,
                           out + row * heads * head_dim + within,
-                          rings + warp * STAGES * STAGE_PACKS,
                           parts + threadIdx.z * SPLITS * (head_dim + 2),
                           kv_stride,
                           index < 0 ? 0u : beam_positions[row],

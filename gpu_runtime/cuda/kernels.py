@@ -27,6 +27,9 @@ from gpu_runtime.overlap import argument_extent, refuse_overlap
 _MOST_KEPT: Final = 2048
 """Packed launches of one entry point. Past this many, all are forgotten, which bounds the memory."""
 
+_SHARED_CARVEOUT: Final = driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_ALL_SHARED: Final = 100  # percent of what shared memory can have; the L1 keeps the rest
+
 _MOST_STREAMS: Final = 16  # of which an early launch keeps what it needs; past this many it begins anew
 
 _UNASKED_SHARED: Final = 48 * 1024  # a block may have this much without asking; more needs an attribute of the function
@@ -140,6 +143,9 @@ class Kernels:
             if loaded is None:
                 loaded = self._modules[op] = self._load(op)
         function = int(self._context.call(driver.moduleGetFunction, loaded, name))
+        # A multiprocessor divides its memory between shared memory and L1 anew only when it is empty. Where all kernels
+        # ask for the same, one can begin beside the one ahead of it.
+        self._context.call(driver.funcSetAttribute, function, _SHARED_CARVEOUT, _ALL_SHARED)
         found = self._found[module, name] = CudaKernel(module, name, op, dtype, function, self)
         return found
 

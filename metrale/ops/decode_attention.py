@@ -59,19 +59,11 @@ launch."""
 
 _WARPS: Final = 4  # of a block: they share a pair's keys, or have a pair each
 _SPREAD: Final = 8  # warps that a multiprocessor wants
-_RING_BYTES: Final = 2 * 16 * 32 * 16  # two tiles of a warp, of 16 packs for each lane
-_RING_HEAD_DIM: Final = 128  # wider heads, and float32, do not wait in shared memory
 
 UNKNOWN: Final = -1
 """``fresh`` where anything may have been written just now."""
 
 MOST_HEAD_DIM: Final = 256
-
-
-def shared_bytes(dtype: str, head_dim: int, warps: int, pairs: int) -> int:
-    """Return the shared memory of a block: each warp's tiles, and each pair's parts."""
-    ring = _RING_BYTES if dtype != "f32" and head_dim <= _RING_HEAD_DIM else 0
-    return warps * ring + pairs * SPLITS * (head_dim + 2) * 4
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
@@ -92,7 +84,7 @@ def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
         SPEC.entry(dtype),
         (-(-pairs // each), 1, 1),
         (limits.warp_size, warps, each),
-        shared_bytes(dtype, dims["head_dim"], warps * each, each),
+        each * SPLITS * (dims["head_dim"] + 2) * 4,
         programmatic=True,
     )
 
