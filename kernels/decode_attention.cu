@@ -140,7 +140,7 @@ struct KeyTile {
 
     __device__ __forceinline__ void attend(const Pair<T>& pair, unsigned tile) {
         float score[LOADS], largest = most;
-#pragma unroll
+#pragma unroll(WHOLE ? LOADS : 1)
         for (int i = 0; i < LOADS; ++i) {
             score[i] = 0.0f;
 #pragma unroll
@@ -164,7 +164,7 @@ struct KeyTile {
         for (int e = 0; e < COUNT; ++e) {
             sum[e] *= keep;
         }
-#pragma unroll
+#pragma unroll(WHOLE ? LOADS : 1)
         for (int i = 0; i < LOADS; ++i) {
             const float weight = expf(score[i] - most);
             total += weight;
