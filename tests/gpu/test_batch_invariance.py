@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import metrale.ops  # noqa: F401  (registers the ops)
-from gpu_runtime import AddressTable, GpuBackend, Op
+from gpu_runtime import AddressTable, GpuBackend, Op, dtypes
 from gpu_runtime.op import REGISTRY
+from metrale.ops import gemv
 from metrale.ops.beam_candidates import ROWS as BEAM_ROWS
 from metrale.ops.beam_layout import GROUP_COLUMNS
 from metrale.ops.beam_select import OP as BEAM_SELECT
 from metrale.ops.beam_states import KINDS as SEARCHES
+from metrale.ops.gemv import OP as GEMV
 from metrale.ops.sample import ROWS as SAMPLE_ROWS
 from tests.backends import cuda_only
-from tests.ops.harness import Array, Values, run, seed_of
+from tests.ops.harness import Array, Values, download, run, seed_of, upload
 
 pytestmark = cuda_only
 
@@ -48,6 +49,19 @@ CASES: dict[str, tuple[Mapping[str, Any], ...]] = {
             "head_dim": 64,
             "beams": tuple(row % 5 for row in range(ROWS)),
         },
+        {  # enough pairs for one warp each, where all rows are there
+            "lengths": tuple(1 + (7 * row) % 90 for row in range(ROWS)),
+            "heads": 33,
+            "head_dim": 64,
+            "fresh": 1,
+        },
+    ),
+    "thin_linear": (
+        {"rows": ROWS, "n": 3072, "k": 1024, "norm": True, "kv": 2048},
+        {"rows": ROWS, "n": 97, "k": 2048, "residual": True, "x_pad": 8},
+        {"rows": ROWS, "n": 40, "k": 4096, "out_pad": 3},
+        {"rows": ROWS, "n": 24, "k": 8192, "residual": True},
+        {"rows": ROWS, "n": 33, "k": 77, "norm": True, "x_pad": 3, "activation": "relu"},
     ),
     "attention_weights": (
         {"lengths": tuple(1 + (7 * row) % 150 for row in range(ROWS)), "heads": 4, "head_dim": 64, "longest": 160},
@@ -75,18 +89,18 @@ SUBSETS = ([0], [1], [31], [ROWS - 1], [0, 1], list(range(7)), list(range(5, 38)
 
 
 def test_every_kernel_is_covered(gpu: GpuBackend) -> None:
-    assert {*CASES, BEAM_SELECT.spec.name} == {op.spec.name for op in REGISTRY if not op.spec.library}
+    assert {*CASES, BEAM_SELECT.spec.name, GEMV.spec.name} == {op.spec.name for op in REGISTRY if not op.spec.library}
 
 
 PARAMETERS = [
-    pytest.param(op, case, id=f"{op.spec.name}-{index}")
+    pytest.param(op, case, dtype, id=f"{op.spec.name}-{index}-{dtype}")
     for op in REGISTRY
     for index, case in enumerate(CASES.get(op.spec.name, ()))
+    for dtype in op.spec.dtypes
 ]
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize(("op", "case"), PARAMETERS)
+@pytest.mark.parametrize(("op", "case", "dtype"), PARAMETERS)
 def test_the_same_bits_in_any_company(gpu: GpuBackend, op: Op, case: Mapping[str, Any], dtype: str) -> None:
     inputs = op.make_inputs(np.random.default_rng(seed_of(op, dtype, case)), dtype, **case)
     pick = sequences_of if op.spec.name == "packed_attention" else rows_of
@@ -94,13 +108,13 @@ def test_the_same_bits_in_any_company(gpu: GpuBackend, op: Op, case: Mapping[str
     for subset in SUBSETS:
         part, where = pick(op, inputs, subset)
         for name, found in results(op, gpu, dtype, part).items():
-            expected = whole[name] if where is None else whole[name][where]
-            if where is None:  # a pool: only what the rows of the subset wrote
-                changed = found.view(np.uint8) != pool_of(inputs).view(np.uint8)
+            before = inputs[name]
+            if isinstance(before, AddressTable):  # a pool: only what the rows of the subset wrote
+                changed = found.view(np.uint8) != before.pool.view(np.uint8)
                 assert changed.any()
-                assert np.array_equal(found.view(np.uint8)[changed], expected.view(np.uint8)[changed]), (name, subset)
+                assert np.array_equal(found.view(np.uint8)[changed], whole[name].view(np.uint8)[changed]), subset
             else:
-                assert found.tobytes() == expected.tobytes(), (name, subset)
+                assert found.tobytes() == whole[name][where].tobytes(), (name, subset)
         gpu.sweep_unreleased()
 
 
@@ -124,6 +138,25 @@ def test_a_search_has_the_same_bits_in_any_company(gpu: GpuBackend, case: Mappin
         gpu.sweep_unreleased()
 
 
+@pytest.mark.parametrize("dtype", GEMV.spec.dtypes)
+def test_one_row_has_the_same_bits_wherever_it_lies(gpu: GpuBackend, dtype: str) -> None:
+    """`gemv` has no rows beside its own: the rows of a matrix, which begin at any element, by one launch each."""
+    n, k = 40, 1031
+    inputs: Any = GEMV.make_inputs(np.random.default_rng(3), dtype, n=n, k=k, norm=True)
+    matrix = np.random.default_rng(4).normal(size=(ROWS, k)).astype(dtypes.NUMPY[dtype])
+    weight, bias, gamma, beta = (upload(gpu, inputs[name]) for name in ("weight", "bias", "gamma", "beta"))
+    sizes: Any = {"n": n, "k": k, "dtype": dtype, "gamma": gamma, "beta": beta, "eps": inputs["eps"]}
+    written = np.zeros((ROWS, n), matrix.dtype)
+    x, out = upload(gpu, matrix), upload(gpu, written)
+    for row in range(ROWS):
+        gemv(gpu, int(x) + row * matrix[0].nbytes, weight, bias, int(out) + row * written[0].nbytes, **sizes)
+    gpu.synchronize()
+    together = download(gpu, out, written)
+    for row in range(ROWS):
+        alone = run(GEMV, gpu, dtype, {**inputs, "x": matrix[row]})["out"]
+        assert alone.tobytes() == together[row].tobytes(), row
+
+
 def results(op: Op, gpu: GpuBackend, dtype: str, inputs: Values) -> dict[str, Array]:
     """Return what the op wrote: its outputs, rows that it added to, or the pool that a table leads to."""
     rows = {arg.name for arg in op.spec.args if arg.role == "inout" and arg.shape[0] == "rows"}
@@ -133,13 +166,8 @@ def results(op: Op, gpu: GpuBackend, dtype: str, inputs: Values) -> dict[str, Ar
     return {name: array for name, array in run(op, gpu, dtype, inputs).items() if name in outputs}
 
 
-def pool_of(inputs: Values) -> Array:
-    (table,) = (value for value in inputs.values() if isinstance(value, AddressTable))
-    return table.pool
-
-
-def rows_of(op: Op, inputs: Values, rows: list[int]) -> tuple[dict[str, Any], list[int] | None]:
-    """Return the inputs of some rows alone, and where in the whole result theirs are (None: in a pool)."""
+def rows_of(op: Op, inputs: Values, rows: list[int]) -> tuple[dict[str, Any], list[int]]:
+    """Return the inputs of some rows alone, and where in the whole result theirs are."""
     part: dict[str, Any] = dict(inputs)
     for arg in op.spec.args:
         value = part[arg.name]
@@ -150,8 +178,7 @@ def rows_of(op: Op, inputs: Values, rows: list[int]) -> tuple[dict[str, Any], li
         else:
             part[arg.name] = np.ascontiguousarray(value[rows])
     part["rows"] = len(rows)
-    written_table = any(isinstance(value, AddressTable) and value.role == "inout" for value in inputs.values())
-    return part, None if written_table else rows
+    return part, rows
 
 
 def sequences_of(op: Op, inputs: Values, sequences: list[int]) -> tuple[dict[str, Any], list[int]]:

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 import types
@@ -35,6 +36,26 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(nvrtc, "_compile", compile_and_count)
     return calls
+
+
+@pytest.mark.parametrize(
+    ("arch", "waits"),
+    [
+        ("compute_80", False),
+        ("sm_89", False),
+        ("compute_90", True),
+        ("sm_90a", True),
+        ("sm_100", True),
+        ("compute_120", True),
+    ],
+)
+def test_kernels_can_wait_for_the_one_ahead_from_compute_capability_9_on(arch: str, waits: bool) -> None:
+    """And what is compiled for it has the instruction, or not."""
+    assert nvrtc.waits_for_previous(arch) is waits
+    text = GOOD.replace("{ out", '{\n#if __CUDA_ARCH__ >= 900\nasm volatile("griddepcontrol.wait;");\n#endif\nout')
+    virtual = re.sub("sm_|a$", lambda part: "compute_" if part[0] == "sm_" else "", arch)
+    compiled = nvrtc.compile_source(text, "k.cu", virtual, cache=None)
+    assert (b"griddepcontrol.wait" in compiled) is waits
 
 
 def test_ptx_and_cubin() -> None:

@@ -1,21 +1,146 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What `decode_attention` finds through an ancestry, what it refuses, and that it can do without one."""
+"""How `decode_attention` is launched, what it finds through an ancestry and without one, and what it refuses."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpu_runtime import AddressTable, GpuBackend
+from gpu_runtime import AddressTable, GpuBackend, dtypes
 from gpu_runtime.errors import InvalidPointer
-from metrale.ops import decode_attention
-from metrale.ops.decode_attention import OP, make_inputs
+from gpu_runtime.launch import check_geometry
+from gpu_runtime.limits import MINIMUM
+from metrale.ops import decode_attention, kv_scatter, row_gather
+from metrale.ops.decode_attention import MOST_HEAD_DIM, OP, SPLITS, UNKNOWN, make_inputs, plan
 from tests.backends import host_only
-from tests.ops.harness import download, run, upload
+from tests.ops.harness import both_ways, download, run, upload
 
 TABLES = ("ancestry", "ancestry_index", "beam_positions")
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "sm_count", "warps"),
+    [
+        (1, 16, 132, 4),
+        (16, 16, 132, 4),
+        (11, 24, 132, 4),  # four warps a pair are just as many as the multiprocessors want
+        (5, 53, 132, 2),
+        (33, 16, 132, 2),
+        (23, 23, 132, 1),
+        (64, 16, 132, 1),
+        (64, 16, 300, 2),
+        (64, 16, 512, 4),
+        (1, 1, 1, 4),
+        (3, 1, 1, 2),
+        (5, 1, 1, 1),
+    ],
+)
+def test_the_fewer_pairs_the_more_warps_share_one(rows: int, heads: int, sm_count: int, warps: int) -> None:
+    """A block has four warps at most, and as many pairs as it has warps where each takes one; the last has the rest."""
+    how = plan({"rows": rows, "heads": heads, "head_dim": 64}, "f16", replace(MINIMUM, sm_count=sm_count))
+    pairs = 4 if warps == 1 else 1
+    assert how.block == (32, warps, pairs)
+    assert how.grid[0] * pairs >= rows * heads > (how.grid[0] - 1) * pairs
+    assert how.grid[1:] == (1, 1)
+    assert how.shared_bytes == pairs * SPLITS * (64 + 2) * 4
+    assert how.programmatic
+
+
+@pytest.mark.parametrize("dtype", OP.spec.dtypes)
+@pytest.mark.parametrize("sm_count", [1, 30, 1000])
+def test_plans_fit_the_least_device(dtype: str, sm_count: int) -> None:
+    limits = replace(MINIMUM, sm_count=sm_count)
+    for head_dim in (1, 64, MOST_HEAD_DIM):
+        how = plan({"rows": 10, "heads": 10, "head_dim": head_dim}, dtype, limits)
+        check_geometry(how.grid, how.block, how.shared_bytes, MINIMUM)
+        assert how.entry == OP.spec.entry(dtype)
+    with pytest.raises(ValueError, match="decode_attention: head_dim: expected at most 256, got 257"):
+        plan({"rows": 1, "heads": 1, "head_dim": MOST_HEAD_DIM + 1}, dtype, limits)
+
+
+def test_the_kernel_has_as_many_splits() -> None:
+    assert OP.source is not None
+    assert f"constexpr unsigned SPLITS = {SPLITS};" in OP.source.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("dtype", OP.spec.dtypes)
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"head_dim": 64},
+        {"head_dim": 64, "beams": (3, 0, 4, 0, 2, 1, 5)},
+        {"head_dim": 16, "pad": 3},
+        {"head_dim": 128, "regular": False},
+        {"head_dim": 37, "regular": False, "beams": (0, 2, 0, 3, 1, 6, 0)},
+        {"head_dim": 200},
+    ],
+    ids=str,
+)
+def test_a_row_has_the_same_bits_whoever_shares_it_and_whatever_is_fresh(
+    gpu: GpuBackend, dtype: str, case: dict[str, Any]
+) -> None:
+    """One, two or four warps a pair; read before the wait or after it; the last block of one warp a pair has a rest.
+
+    21 pairs: devices of 1, 8 and 100 multiprocessors are given 1, 2 and 4 warps for each.
+    """
+    lengths = (40, 1, 300, 64, 33, 2, 129)
+    rng = np.random.default_rng(case["head_dim"])
+    inputs = dict(make_inputs(rng, dtype, lengths=lengths, heads=3, spread=5.0, **case))
+    sizes = OP.spec.dims([inputs[arg.name] for arg in OP.spec.args])
+    every = [plan(sizes, dtype, replace(MINIMUM, sm_count=count)) for count in (1, 8, 100)]
+    assert [how.block for how in every] == [(32, 1, 4), (32, 2, 1), (32, 4, 1)]
+    expected = run(OP, gpu, dtype, inputs)["out"]
+    assert np.isfinite(expected.astype(np.float32)).all()
+    ways = both_ways(OP, gpu, dtype, every)
+    for launched in islice(ways, 1 if gpu.kind() == "host" else None):  # the host has one way
+        for fresh in (UNKNOWN, 0, 1, 2, 50, 5000):
+            found = launched({**inputs, "fresh": fresh})
+            assert found.tobytes() == expected.tobytes(), (launched.how, fresh)
+        gpu.sweep_unreleased()
+
+
+@pytest.mark.parametrize("dtype", OP.spec.dtypes)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_kernels_ahead_write_is_seen(gpu: GpuBackend, dtype: str, rows: int) -> None:
+    """Steps as a decoder has them, without a wait between them: the last position of each is fresh.
+
+    The first kernel of a step is launched in the usual way, so all positions before the last are written long ago.
+    """
+    heads, head_dim, steps = 8, 64, 70
+    width = heads * head_dim
+    rng = np.random.default_rng(rows)
+    states = rng.normal(size=(rows, width)).astype(dtypes.NUMPY[dtype])
+    first = upload(gpu, states)
+    pool = np.zeros((rows, steps, 2 * width), states.dtype)
+    keys = upload(gpu, pool)
+    spans = upload(gpu, int(keys) + np.arange(rows, dtype=np.uint64) * np.uint64(pool[0].nbytes))
+    index = upload(gpu, rng.permutation(rows).astype(np.int32))
+    counts = [upload(gpu, np.full(rows, count, np.int32)) for count in range(steps + 1)]
+    q = upload(gpu, states)
+    sizes: Any = {"rows": rows, "width": width, "dtype": dtype}
+    place: Any = {**sizes, "src_stride": width, "kv_stride": 2 * width}
+    shape: Any = {"rows": rows, "heads": heads, "head_dim": head_dim, "q_stride": width, "scale": head_dim**-0.5}
+    where: Any = {"k_offset": 0, "v_offset": width, "kv_stride": 2 * width, "dtype": dtype}
+
+    def result(wait: bool) -> bytes:
+        gpu.memset(keys, 0, pool.nbytes)
+        out = upload(gpu, states)
+        for step in range(steps):
+            row_gather(gpu, out, index, q, src_rows=rows, src_stride=width, out_stride=width, **sizes)
+            kv_scatter(gpu, q, spans, counts[step], offset=0, **place)
+            kv_scatter(gpu, first if step % 2 else q, spans, counts[step], offset=width, **place)
+            decode_attention(gpu, q, spans, counts[step + 1], out, **shape, **where, fresh=1)
+            if wait:
+                gpu.synchronize()
+        gpu.synchronize()
+        return download(gpu, out, states).tobytes() + download(gpu, keys, pool).tobytes()
+
+    apart = result(wait=True)
+    assert all(result(wait=False) == apart for _ in range(1 if gpu.kind() == "host" else 20))
 
 
 def gathered(inputs: dict[str, Any]) -> dict[str, Any]:

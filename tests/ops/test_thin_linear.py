@@ -106,28 +106,42 @@ def test_every_plan_fits_the_least_device_and_rows_do_not_matter(n: int, k: int)
         assert how.grid[0] * VARIANTS[name].groups * 8 >= n
         assert how.block == (32 * warps, 1, 1)
         assert VARIANTS[name].streamed or 32 * VARIANTS[name].chunks * warps >= k, "the weights fit into registers"
-        assert not how.programmatic
+        assert how.programmatic
     chosen = plan(dims, "f16", MINIMUM)
     assert chosen in every.values()
     assert {plan({**dims, "rows": rows}, "f16", MINIMUM) for rows in range(1, MOST_ROWS + 1)} == {chosen}
-    late = replace(MINIMUM, compute_capability=(9, 0))
-    assert plan(dims, "f16", late) == replace(chosen, programmatic=True)
 
 
 def test_shared_memory() -> None:
     """Places and bias; sums and moments of the warps; gamma and beta of whole batches of chunks, as far as kept."""
     early = 64 * 8 + 4 * 8 * 4
     assert shared_bytes(VARIANTS["3x4"], 8, 1024) == 8 * (3 * 72 * 4 + 8 * 8) + 2 * 1024 * 2 + early
-    assert shared_bytes(VARIANTS["1x16"], 16, 8000) == 16 * (72 * 4 + 8 * 8) + 2 * 8192 * 2 + early
+    assert shared_bytes(VARIANTS["1x8"], 16, 4000) == 16 * (72 * 4 + 8 * 8) + 2 * 4096 * 2 + early
+    assert shared_bytes(VARIANTS[""], 16, 8000) == 16 * (2 * 72 * 4 + 8 * 8) + 2 * 8192 * 2 + early
     assert shared_bytes(VARIANTS[""], 8, 8200) == 8 * (2 * 72 * 4 + 8 * 8) + early
     assert OP.source is not None
     assert "constexpr int MOST_STAGED = 8192;" in OP.source.read_text(encoding="utf-8")
 
 
-def test_the_layers_of_a_decoder_hold_their_weights_in_registers() -> None:
-    large = replace(MINIMUM, sm_count=132)
-    for n, k in DECODER:
-        assert plan({"rows": 1, "n": n, "k": k}, "bf16", large).entry != "thin_linear_bf16", (n, k)
+@pytest.mark.parametrize(
+    ("k", "name", "warps"),
+    [
+        (1, "3x4", 8),
+        (1024, "3x4", 8),
+        (1025, "4x4", 16),
+        (2048, "4x4", 16),
+        (2049, "1x8", 16),
+        (4096, "1x8", 16),
+        (4097, "", 16),
+        (8192, "", 16),
+    ],
+)
+def test_the_choice_is_by_k(k: int, name: str, warps: int) -> None:
+    """Weights stay in registers up to k of 4,096."""
+    large = replace(MINIMUM, sm_count=132, compute_capability=(9, 0))
+    for limits in (MINIMUM, large):
+        dims = {"rows": 9, "n": 4096, "k": k}
+        assert plan(dims, "bf16", limits) == plans(dims, "bf16", limits)[name, warps]
 
 
 def test_all_entry_points_are_in_use() -> None:
