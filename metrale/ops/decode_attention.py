@@ -268,12 +268,8 @@ CASES: Final = (
     {"lengths": (3, 2), "heads": 1, "head_dim": 128, "beams": (0, 0)},  # ancestries that no row asks for
     {"lengths": (33, 300, 1, 32, 600), "heads": 16, "head_dim": 64, "fresh": 1},
     {"lengths": (33, 2, 300), "heads": 90, "head_dim": 64, "fresh": 2, "beams": (3, 0, 2)},
-    {
-        "lengths": (7, 40, 33, 64, 129, 1) * 20,
-        "heads": 19,
-        "head_dim": 16,
-        "fresh": 0,
-    },  # a warp for each pair, and a rest
+    # a warp for each pair, and a block that has three pairs alone
+    {"lengths": (*(7, 40, 33, 64, 129, 1) * 20, 9), "heads": 19, "head_dim": 16, "fresh": 0},
 )
 
 OP: Final = REGISTRY.register(

@@ -69,9 +69,7 @@ ATTENTION_MUTANTS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         # which pair
         ("blockIdx.x * blockDim.z + threadIdx.z", "blockIdx.x * blockDim.z"),
         ("blockIdx.x * blockDim.z + threadIdx.z", "blockIdx.x * 4 + threadIdx.z"),
-        ("number < static_cast<unsigned>(rows) * heads;", "true;"),
         ("number < static_cast<unsigned>(rows) * heads;", "number + 1 < static_cast<unsigned>(rows) * heads;"),
-        ("there ? lengths[row] : 0", "lengths[row]"),
         ("there ? lengths[row] : 0", "there ? lengths[0] : 0"),
         ("parts + threadIdx.z * SPLITS * (head_dim + 2)", "parts"),
         ("q + row * q_stride + within", "q + row * heads * head_dim + within"),
@@ -86,7 +84,7 @@ ATTENTION_MUTANTS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("ancestors[p] * beam_positions + p)", "ancestors[p] * beam_positions)"),
         ("index < 0 ? nullptr", "index <= 0 ? nullptr"),
         ("? -1 : ancestry_index[row]", "? -1 : ancestry_index[0]"),
-        ("ancestry + index * ancestry_capacity", "ancestry + (index - 1) * ancestry_capacity"),
+        ("ancestry + index * ancestry_capacity", "ancestry + max(index - 1, 0) * ancestry_capacity"),
         ("ancestry + index * ancestry_capacity", "ancestry + index * length"),
         ("0u : beam_positions[row]", "0u : length"),
     ),
