@@ -202,10 +202,11 @@ class Rows:
         options: dict[str, Any] = {"dtype": self.shape.dtype, "activation": activation, "residual": residual}
         if norm is not None:
             source = self.x
-            options |= {"gamma": norm.weight, "beta": norm.bias, "eps": LAYER_NORM_EPS}
+            options |= {"gamma": norm.weight, "beta": norm.bias}
         if kv is not None:
             options |= {"spans": kv.spans, "positions": kv.positions, "kv_from": n - kv.width}
             options |= {"kv_offset": kv.offset, "kv_stride": self.shape.kv_width}
+        options["eps"] = LAYER_NORM_EPS  # without a norm, too: no launch that has a 0.0 is kept by the backend
         if self.count == 1:
             ops.gemv(self.gpu, source, weights.weight, weights.bias, out, n=n, k=k, **options, stream=self.stream)
         else:

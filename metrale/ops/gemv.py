@@ -196,7 +196,7 @@ def gemv(
     dtype: str,
     gamma: int = NULL,
     beta: int = NULL,
-    eps: float = 0.0,
+    eps: float = 1e-5,
     activation: str = "none",
     residual: bool = False,
     spans: int = NULL,

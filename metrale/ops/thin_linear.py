@@ -199,7 +199,7 @@ def thin_linear(
     dtype: str,
     gamma: int = NULL,
     beta: int = NULL,
-    eps: float = 0.0,
+    eps: float = 1e-5,
     x_stride: int | None = None,
     out_stride: int | None = None,
     activation: str = "none",

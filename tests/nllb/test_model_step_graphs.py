@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import metrale
+from gpu_runtime import checks
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.faults import FailCall
@@ -133,6 +134,21 @@ def test_launches_of_equal_passes_are_equal(make_tiny: MakeModel, gpu: GpuBacken
         model.decode_batch_fed([FeedSource(sampled=True)] * 4, seqs[2:6])
     assert len(made) > 20
     assert launches == [made] * 3
+
+
+@host_only
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_backend_can_keep_every_launch(make_tiny: MakeModel, gpu: GpuBackend, dtype: str, lanes: int) -> None:
+    """Of a prefill and a step: a launch with an argument that may mean another thing the next time is checked and
+    packed anew each time, which takes the host twenty times as long as the launch."""
+    model = make_tiny(dtype=dtype, step_graphs=False, **LIMITS)
+    with launching(gpu) as made:
+        seqs = [prefilled(model, case(lane)) for lane in range(lanes)]
+        step_of(model, seqs, 0)
+    kernels = [one for one in made if len(one) == 7]
+    assert len(kernels) > 20
+    assert [(name, arg) for name, *_, args, _ in kernels for arg in args if not checks.repeats(arg)] == []
 
 
 @contextmanager
