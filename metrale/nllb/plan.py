@@ -146,6 +146,7 @@ def largest_launches(shape: ModelShape) -> Iterator[tuple[str, Op, dict[str, int
             "kv_stride": wide,
             "ancestry_rows": limits.max_batch,
             "ancestry_capacity": limits.target_positions,
+            "fresh": shape.prefix_rows,
         },
     )
     yield (

@@ -36,7 +36,7 @@ def test_mutants_compile(name: str, pytestconfig: pytest.Config) -> None:
 
     library = nvrtc._library()
     options = (*nvrtc.OPTIONS, "--gpu-architecture=compute_90", "--fdevice-syntax-only")
-    for mutant in made(pytestconfig, [one for one in MUTANTS if one.op == name], 4):
+    for mutant in made(pytestconfig, [one for one in MUTANTS if one.op == name], 2):
         program = library.createProgram(mutant.text(), f"{name}.cu", (), ())
         try:
             library.compileProgram(program, options)
