@@ -266,10 +266,10 @@ CASES: Final = (
     {"lengths": (66, 40), "heads": 1, "head_dim": 101, "beams": (3, 0), "regular": False},
     {"lengths": (37, 3), "heads": 2, "head_dim": 200, "beams": (2, 6)},
     {"lengths": (3, 2), "heads": 1, "head_dim": 128, "beams": (0, 0)},  # ancestries that no row asks for
-    {"lengths": (33, 300, 1, 32, 600), "heads": 16, "head_dim": 64, "fresh": 1},
-    {"lengths": (33, 2, 300), "heads": 90, "head_dim": 64, "fresh": 2, "beams": (3, 0, 2)},
+    {"lengths": (33, 260, 1, 32, 300), "heads": 8, "head_dim": 64, "fresh": 1},
+    {"lengths": (33, 2, 70) * 3, "heads": 30, "head_dim": 16, "fresh": 2, "beams": (3, 0, 2) * 3},  # two warps a pair
     # a warp for each pair, and a block that has three pairs alone
-    {"lengths": (*(7, 40, 33, 64, 129, 1) * 20, 9), "heads": 19, "head_dim": 16, "fresh": 0},
+    {"lengths": (*(7, 40, 1, 9, 33, 2, 3) * 8, 7, 70, 4), "heads": 9, "head_dim": 16, "fresh": 0},
 )
 
 OP: Final = REGISTRY.register(

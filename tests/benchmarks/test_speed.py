@@ -169,6 +169,7 @@ def test_wrong_logits_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list(tmp_path.glob("*/tiny")), "checkpoints are removed"
 
 
+@pytest.mark.more
 def test_a_search_with_other_log_probabilities_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = beams.generate
 
@@ -185,6 +186,7 @@ def test_a_search_with_other_log_probabilities_is_a_problem(tmp_path: Path, monk
     assert second.startswith("tiny: batch 3, 4 beams: log-probabilities")
 
 
+@pytest.mark.more
 def test_without_beams(tmp_path: Path) -> None:
     status, report = run(tmp_path, "--peers", "none", "--no-ops", "--beams", "0", "--batches", "1")
     assert status == 0
