@@ -209,6 +209,7 @@ def test_the_command_for_the_tests(guide: Guide) -> None:
     assert "skipped" not in output
 
 
+@pytest.mark.more
 def test_the_command_for_the_mutants(guide: Guide) -> None:
     (command,) = [one for one in COMMANDS if "mutation" in one]
     output = ran(guide, command)

@@ -63,6 +63,7 @@ def test_killed_at_random_moments_and_resumed_it_is_the_same_file(files: tuple[P
     assert not record_path(output).exists()
 
 
+@pytest.mark.more
 def test_draws_go_on_as_they_would_have(files: tuple[Path, Path], tmp_path: Path) -> None:
     """A text's draws depend on its number in the file, so a resumed run draws what an uninterrupted one would."""
     source, output = files

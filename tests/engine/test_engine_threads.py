@@ -69,6 +69,7 @@ def eager_switching() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.more
 def test_two_thousand_requests_from_many_threads(model: NllbModel, short: list[Solo], eager_switching: None) -> None:
     """All are answered, none has the tokens of another, and device memory is what it was.
 

@@ -188,6 +188,7 @@ def test_what_left_is_not_kept(make: Maker) -> None:
     assert drain(queue) == [kept]
 
 
+@pytest.mark.more
 def test_a_hundred_thousand_requests(make: Maker) -> None:
     """Each put and pop costs some microseconds; anything linear in the length would take minutes here."""
     rng, queue = random.Random(2), WaitingQueue(100_000)

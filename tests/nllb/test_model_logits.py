@@ -121,6 +121,7 @@ def test_bfloat16_is_no_worse_than_transformers(gpu: GpuBackend, reference: list
         assert error >= 0.1 * theirs[name], f"{name}: too good to be bfloat16"
 
 
+@pytest.mark.more
 def test_float16_is_eight_times_better_than_bfloat16(gpu: GpuBackend, reference: list[NDArray[np.float64]]) -> None:
     """It has three more bits; so 1.2 / 8 of the recorded bfloat16 error, over a quarter of the cases (it is slow)."""
     theirs = RECORDED["overall"]["bfloat16"]["cached"]
