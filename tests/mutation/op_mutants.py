@@ -4,21 +4,13 @@
 from __future__ import annotations
 
 from tests.mutation.beam_mutants import BEAM_SELECT, BEAM_SELECT_REFUSALS
+from tests.mutation.dense_mutants import DENSE_MUTANTS
 from tests.mutation.mutant import Mutant
-
-
-def _of(group: str, module: str, tests: tuple[str, ...], *changes: tuple[str, str]) -> list[Mutant]:
-    return [Mutant(group, module, old, new, tests) for old, new in changes]
-
-
-def _op(name: str, *changes: tuple[str, str]) -> list[Mutant]:
-    return _of(
-        name, f"metrale.ops.{name}", ("tests/ops/test_conformance.py", "-k", f"test_result and {name}-"), *changes
-    )
-
+from tests.mutation.rules import op_reference, rules
 
 OP_MUTANTS: list[Mutant] = [
-    *_op(
+    *DENSE_MUTANTS,
+    *op_reference(
         "layer_norm",
         ("np.subtract(x, x.mean(", "np.add(x, x.mean("),
         ("/ np.float32(width)", "/ np.float32(width - 1)"),
@@ -31,7 +23,7 @@ OP_MUTANTS: list[Mutant] = [
         ("mean(axis=1, keepdims=True", "mean(keepdims=True"),
         ("np.add(centred, bias, out=out,", "np.add(centred[:-1], bias, out=out[:-1],"),
     ),
-    *_op(
+    *op_reference(
         "embed",
         ("embedded *= np.float32(scale)", "embedded /= np.float32(scale)"),
         ("    embedded *= np.float32(scale)\n", ""),
@@ -50,7 +42,7 @@ OP_MUTANTS: list[Mutant] = [
         ("index.max() >= count", "index.max() >= count - 1"),
         ("out[...] = embedded", "out[1:] = embedded[1:]"),
     ),
-    *_op(
+    *op_reference(
         "kv_scatter",
         ("spans, positions, src", "spans, positions * 0, src"),
         ("offset=offset", "offset=0"),
@@ -60,7 +52,7 @@ OP_MUTANTS: list[Mutant] = [
         ("positions, src, offset", "positions, src[::-1], offset"),
         ("positions, src, offset", "positions, -src, offset"),
     ),
-    *_op(
+    *op_reference(
         "decode_attention",
         ("query *= np.float32(scale)", "query *= np.float32(-scale)"),
         ("    query *= np.float32(scale)\n", ""),
@@ -87,7 +79,7 @@ OP_MUTANTS: list[Mutant] = [
         ("ancestors * beam_positions[:, None] + position", "position"),
         ("ancestors * beam_positions[:, None] + position", "ancestors * beam_positions[:, None]"),
     ),
-    *_of(
+    *rules(
         "decode_attention",
         "metrale.ops.decode_attention",
         ("tests/ops/test_decode_attention.py", "-k", "warps or least or splits"),
@@ -102,7 +94,7 @@ OP_MUTANTS: list[Mutant] = [
         ('dims["head_dim"] > MOST_HEAD_DIM', 'dims["head_dim"] > MOST_HEAD_DIM + 1'),
         ("programmatic=True", "programmatic=False"),
     ),
-    *_op(
+    *op_reference(
         "attention_weights",
         ("query *= np.float32(scale)", "query *= np.float32(-scale)"),
         ("    query *= np.float32(scale)\n", ""),
@@ -118,7 +110,7 @@ OP_MUTANTS: list[Mutant] = [
         ("lengths.max() > longest", "lengths.max() >= longest"),
         ("lengths.min() < 1", "lengths.min() < 2"),
     ),
-    *_op(
+    *op_reference(
         "packed_attention",
         ("scores *= np.float32(scale)", "scores /= np.float32(scale)"),
         ("scores *= np.float32(scale)", "pass"),
@@ -143,7 +135,7 @@ OP_MUTANTS: list[Mutant] = [
             "np.tril(np.ones((1, 1, int(lengths[first]), int(lengths[first])), np.float32)) * np.matmul(query",
         ),
     ),
-    *_op(
+    *op_reference(
         "argmax",
         ("ids[...] = values.argmax(axis=1)", "ids[...] = values.argmin(axis=1)"),
         ("ids[...] = values.argmax(axis=1)", "ids[...] = vocab - 1 - values[:, ::-1].argmax(axis=1)"),
@@ -160,7 +152,7 @@ OP_MUTANTS: list[Mutant] = [
             "values = logits.astype(np.float32)[:, :-1] if vocab > 1 else logits.astype(np.float32)",
         ),
     ),
-    *_op(
+    *op_reference(
         "row_gather",
         ("out[...] = src[index]", "out[...] = src[index - 1]"),
         ("out[...] = src[index]", "out[...] = src[index[::-1]]"),
@@ -170,7 +162,7 @@ OP_MUTANTS: list[Mutant] = [
         ("out[...] = src[index]", "out[:, 1:] = src[index][:, 1:]"),
         ("index.max() >= src_rows", "index.max() >= src_rows - 1"),
     ),
-    *_op(
+    *op_reference(
         "top_k",
         ("np.argsort(-row", "np.argsort(row"),
         ("row >= bound", "row > bound"),
@@ -185,7 +177,7 @@ OP_MUTANTS: list[Mutant] = [
         ("sum(axis=1)) + shift", "max(axis=1)) + shift"),
         ("k(k, vocab)\n    given", "k(k, vocab)\n    vocab -= 1\n    logits = logits[:, :-1]\n    given"),
     ),
-    *_op(
+    *op_reference(
         "sample",
         ("for mask in (mask0, mask1) if mask >= 0", "for mask in (mask0,) if mask >= 0"),
         ('| (column["mask1"] >= 0)) &', ") &"),
@@ -207,9 +199,9 @@ OP_MUTANTS: list[Mutant] = [
         ("flags[row] |= NOTHING_LEFT", "flags[row] = NOTHING_LEFT"),
         ("flags[row] |= NOTHING_LEFT", "pass"),
     ),
-    *_op("beam_select", *BEAM_SELECT),
-    *_of("beam_select", "metrale.ops.beam_select", ("tests/ops/test_beam_select.py",), *BEAM_SELECT_REFUSALS),
-    *_op(
+    *op_reference("beam_select", *BEAM_SELECT),
+    *rules("beam_select", "metrale.ops.beam_select", ("tests/ops/test_beam_select.py",), *BEAM_SELECT_REFUSALS),
+    *op_reference(
         "beam_candidates",
         ("~np.isfinite(logits.astype(np.float32)).all(axis=1)", "np.isnan(logits.astype(np.float32)).any(axis=1)"),
         ("~np.isfinite(logits.astype(np.float32)).all(axis=1)", "np.isinf(logits.astype(np.float32)).any(axis=1)"),
@@ -238,7 +230,7 @@ OP_MUTANTS: list[Mutant] = [
         ('"rules": rules,', '"rules": slot,'),
         ('"slot": slot,', '"slot": rules,'),
     ),
-    *_of(
+    *rules(
         "processing",
         "metrale.ops.processing",
         (
@@ -281,7 +273,7 @@ OP_MUTANTS: list[Mutant] = [
         ("np.diff(places), LEAST_WORD, table.size", "np.diff(places), 1, table.size"),
         ("table[places[0] : places[-1]], 0, vocab", "table[places[0] : places[-1]], 0, vocab + 1"),
     ),
-    *_of(
+    *rules(
         "drawing",
         "metrale.ops.drawing",
         ("tests/ops/test_conformance.py", "-k", "test_result and sample-"),
@@ -301,7 +293,7 @@ OP_MUTANTS: list[Mutant] = [
         ("second + 0xBB67AE85", "second + 0x9E3779B9"),
         ("return np.asarray(-np.log(-np.log1p", "return np.asarray(np.log(-np.log1p"),
     ),
-    *_op(
+    *op_reference(
         "lora_down",
         ("x[group]", "x[group - 1]"),
         ("x[group]", "-x[group]"),
@@ -316,7 +308,7 @@ OP_MUTANTS: list[Mutant] = [
         ("np.ix_(group, held)] = product", "np.ix_(group, held)] += 2 * product"),
         ("np.ix_(group, held)] = product", "np.ix_(group[1:], held)] = product[1:]"),
     ),
-    *_op(
+    *op_reference(
         "lora_up",
         ("alpha=float(scales[adapter, segment])", "alpha=-float(scales[adapter, segment])"),
         ("alpha=float(scales[adapter, segment])", "alpha=1.0"),
@@ -338,7 +330,7 @@ OP_MUTANTS: list[Mutant] = [
         ("values = out.astype(np.float32)", "values = np.zeros(out.shape, np.float32)"),
         ("out[...] = values", "out[:-1] = values[:-1]"),
     ),
-    *_of(
+    *rules(
         "adapter_rows",
         "metrale.ops.adapter_rows",
         ("tests/ops/test_conformance.py", "tests/ops/test_lora.py", "-k", "test_result and lora or test_lora"),
@@ -353,51 +345,7 @@ OP_MUTANTS: list[Mutant] = [
         ("least, most = ranks[adapter].min(), ranks[adapter].max()", "least, most = ranks.min(), ranks.max()"),
         ("np.arange(room) < ranks", "np.arange(room) <= ranks"),
     ),
-    *_of(
-        "gemv",
-        "metrale.ops.dense",
-        ("tests/ops/test_conformance.py", "-k", "test_result and gemv-"),
-        ("normalise(x=plain", "normalise(x=plain * 2"),
-        ("weight=gamma, bias=beta", "weight=beta, bias=gamma"),
-        ('width=k, eps=v["eps"]', "width=k, eps=0.0"),
-        ('product, v["bias"]', "product, None"),
-        ('gemm_reference(x, v["weight"]', 'gemm_reference(x, -v["weight"]'),
-        ("activation=activation, accumulate", 'activation="none", accumulate'),
-        ("accumulate=residual)", "accumulate=not residual)"),
-        ("out[...] = product[:, :kv_from]", "out[...] = product[:, n - kv_from :]"),
-        ("product[:, kv_from:], **where", "product[:, : n - kv_from], **where"),
-        ('{"offset": v["kv_offset"]', '{"offset": 0'),
-        ('"stride": v["kv_stride"]', '"stride": 0'),
-    ),
-    *_of(
-        "gemv",
-        "metrale.ops.dense",
-        ("tests/ops/test_gemv.py",),
-        ("np.empty((rows, k), dtype=x.dtype)", "np.empty((rows, k), dtype=np.float32)"),
-        ("if pair[missing] is None and pair[given] is not None:", "if missing == 'beta' and pair[given] is not None:"),
-        ("if dims[name] > limit:", "if dims[name] > limit + 1:"),
-        ("if residual and activation", "if not residual and activation"),
-        ("if in_place and (residual or", "if in_place and ("),
-        ("0 if in_place else n, n)", "0, n)"),
-        ("0 if in_place else n, n)", "0 if in_place else n, n + 1)"),
-        ("if kv_from < n:", "if kv_from + 1 < n:"),
-    ),
-    *_of(
-        "gemv",
-        "metrale.ops.gemv",
-        ("tests/ops/test_gemv.py",),
-        ("along * variant.slices * _SLICE >= k", "along * variant.slices * _SLICE >= k // 2"),
-        ("(-(-n // (groups * variant.rows)), 1, 1)", "(n // (groups * variant.rows) or 1, 1, 1)"),
-        ("if k <= _MOST_STAGED else 0", "if k <= 2 * _MOST_STAGED else 0"),
-        ("programmatic=True", "programmatic=False"),
-        ("along, _WARPS // along", "along, 1"),
-        ("n * k > _LONG", "n * k > 2 * _LONG"),
-        ("if k > 2 * _WARPS * _SLICE", "if k >= 2 * _WARPS * _SLICE"),
-        ("elif k > _WARPS * _SLICE", "elif k >= _WARPS * _SLICE"),
-        ("kv_from = n if kv_from is None else kv_from", "kv_from = n"),
-        ('"kv_from", reads_when', '"n", reads_when'),
-    ),
-    *_of(
+    *rules(
         "linear",
         "gpu_runtime.gemm",
         ("tests/ops/test_conformance.py", "tests/gpu_runtime/test_activations.py", "-k", "linear- or activation"),
@@ -416,36 +364,7 @@ OP_MUTANTS: list[Mutant] = [
         ("np.where(x >= 0, 1.0, decay)", "np.where(x >= 0, decay, 1.0)"),
         ("decay = np.exp(-np.abs(x))", "decay = np.exp(-np.abs(x)) * 0.999"),
     ),
-    *_op(
-        "thin_linear",
-        ("values, x, out)", "values, x[:-1], out[:-1])"),
-        ("values, x, out)", "values, 2 * x, out)"),
-        ("values, x, out)", "values | {'gamma': None, 'beta': None}, x, out)"),
-        ("values, x, out)", "values | {'bias': None}, x, out)"),
-        ("values, x, out)", "values | {'activation': 0}, x, out)"),
-    ),
-    *_of(
-        "thin_linear",
-        "metrale.ops.thin_linear",
-        ("tests/ops/test_thin_linear.py",),
-        ("kv_from if out_stride is None else out_stride", "n if out_stride is None else kv_from"),
-        ("chunks_of(k, warps) <= variant.chunks", "chunks_of(k, warps) <= 2 * variant.chunks"),
-        ("if k <= 1024:", "if k < 1024:"),
-        ("elif k <= 2048:", "elif k <= 2080:"),
-        ("elif k <= 4096:", "elif k < 4096:"),
-        ("(-(-n // (_GROUP * variant.groups)), 1, 1)", "(n // (_GROUP * variant.groups) or 1, 1, 1)"),
-        ("k <= _MOST_STAGED else 0", "k <= 2 * _MOST_STAGED else 0"),
-        ("programmatic=True", "programmatic=False"),
-    ),
-    *_of(
-        "thin_linear",
-        "metrale.ops.dense",
-        ("tests/ops/test_thin_linear.py",),
-        ("if dims[name] > limit:", "if dims[name] >= limit:"),
-        ("product[:, kv_from:], **where", "product[::-1, kv_from:], **where"),
-        ("out[...] = product[:, :kv_from]", "out[:-1] = product[:-1, :kv_from]"),
-    ),
-    *_of(
+    *rules(
         "linear",
         "metrale.ops.linear",
         ("tests/ops/test_conformance.py", "-k", "test_result and linear-"),
