@@ -14,7 +14,7 @@ import numpy as np
 
 from gpu_runtime import checks, dtypes
 from gpu_runtime.gemm import gemm_reference
-from gpu_runtime.op import DeviceMemory, Inputs, Tolerance
+from gpu_runtime.op import DeviceMemory, Inputs, Tolerance, scalar, tensor
 from metrale.ops import inputs
 from metrale.ops.layer_norm import reference as normalise
 from metrale.ops.linear import ACTIVATION_NAMES
@@ -23,6 +23,24 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 DTYPES: Final = ("f16", "bf16")
 """Element types of the ops."""
+
+WEIGHTS: Final = (
+    tensor("gamma", "in", "T", "k", optional=True),
+    tensor("beta", "in", "T", "k", optional=True),
+    tensor("weight", "in", "T", "n", "k"),
+    tensor("bias", "in", "T", "n", optional=True),
+)
+"""What x is normalised and multiplied with, as arguments of both ops."""
+
+OPTIONS: Final = (
+    scalar("eps", "f32"),
+    scalar("activation", "i32"),
+    scalar("residual", "i32"),
+    scalar("kv_from", "i32"),
+    scalar("kv_offset", "i64"),
+    scalar("kv_stride", "i64"),
+)
+"""Their last arguments."""
 
 TOLERANCE: Final = Tolerance(f32=2e-6, f16=1.5 * 2**-11, bf16=1.5 * 2**-8)
 """One rounding; and where LayerNorm's result lies between two elements, its last bit may choose the other one."""
