@@ -238,6 +238,7 @@ class GpuBackend(abc.ABC):
         *,
         cooperative: bool = False,
         programmatic: bool = False,
+        cluster: int = 1,
     ) -> None:
         """Enqueue a kernel.
 
@@ -255,6 +256,8 @@ class GpuBackend(abc.ABC):
             Whether all blocks must be resident at once, so that they may wait for each other.
         programmatic : bool
             Whether the kernel may start before the one ahead of it ends (it waits by ``griddepcontrol``).
+        cluster : int
+            Neighbouring blocks, along x, that run together and see each other's shared memory; a power of two.
         """
 
     @property

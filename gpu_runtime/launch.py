@@ -33,14 +33,15 @@ def dim3(name: str, value: Dim3, maximum: tuple[int, int, int]) -> tuple[int, in
 
 
 def check_geometry(
-    grid: Dim3, block: Dim3, shared_bytes: int, limits: Limits
+    grid: Dim3, block: Dim3, shared_bytes: int, limits: Limits, cluster: int = 1
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Return grid and block as triples when the device allows them.
 
     Raises
     ------
     ValueError
-        When an axis, the number of threads or the shared memory is past a limit.
+        When an axis, the number of threads, the shared memory or the cluster is past a limit, or the grid is not whole
+        clusters.
     """
     blocks = dim3("grid", grid, limits.max_grid)
     most = limits.max_threads_per_block
@@ -48,6 +49,8 @@ def check_geometry(
     if math.prod(threads) > most:
         raise ValueError(f"block: expected at most {most} threads, got {threads}")
     checks.integer("shared_mem", shared_bytes, 0, limits.max_shared_bytes)
+    if checks.integer("cluster", cluster, 1, limits.max_cluster) != 1 and blocks[0] % cluster:
+        raise ValueError(f"grid: expected whole clusters of {cluster} blocks along x, got {blocks}")
     return blocks, threads
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,8 @@ class Limits:
     compute_capability : tuple of int
         ``(major, minor)``.
     sm_count, warp_size, max_threads_per_block : int
+    max_cluster : int
+        Most blocks of a cluster; 1 where there are none, as below compute capability 9.0.
     max_grid : tuple of int
         Largest grid in x, y and z.
     max_shared_bytes : int
@@ -36,12 +39,16 @@ class Limits:
     max_shared_bytes: int
     warp_size: int = 32
     max_threads_per_block: int = 1024
+    max_cluster: int = 1
     max_grid: tuple[int, int, int] = ((1 << 31) - 1, 65535, 65535)
     gemm_workspace_bytes: int = 0
     runs_ahead: bool = False
     pad_batches: bool = False
     prefers_graphs: bool = False
 
+
+PORTABLE_CLUSTER: Final = 8
+"""Most blocks of a cluster on every device that has clusters."""
 
 MINIMUM = Limits(compute_capability=(8, 0), sm_count=108, max_shared_bytes=99 * 1024)
 """The least device that every launch plan must fit: compute capability 8.0, and the 99 KiB of shared memory that

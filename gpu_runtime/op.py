@@ -139,6 +139,7 @@ class LaunchPlan:
     """Geometry of one launch: entry point, grid and block (x, y, z), and dynamic shared memory in bytes.
 
     With ``programmatic`` the kernel may start before the one ahead of it ends: it waits by ``griddepcontrol``.
+    ``cluster`` neighbouring blocks, along x, run together and see each other's shared memory.
     """
 
     entry: str
@@ -146,6 +147,7 @@ class LaunchPlan:
     block: tuple[int, int, int]
     shared_bytes: int = 0
     programmatic: bool = False
+    cluster: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,10 +323,13 @@ class Op:
             return
         plan = _planned(self, dtype, gpu.limits(), *self.spec.integers(values))
         handle = gpu.kernel(self.spec.name, plan.entry)
-        if plan.programmatic:
-            gpu.launch(handle, plan.grid, plan.block, plan.shared_bytes, stream, values, programmatic=True)
+        geometry = (plan.grid, plan.block, plan.shared_bytes)
+        if plan.cluster > 1:
+            gpu.launch(handle, *geometry, stream, values, programmatic=plan.programmatic, cluster=plan.cluster)
+        elif plan.programmatic:
+            gpu.launch(handle, *geometry, stream, values, programmatic=True)
         else:
-            gpu.launch(handle, plan.grid, plan.block, plan.shared_bytes, stream, values)
+            gpu.launch(handle, *geometry, stream, values)
 
 
 @lru_cache(maxsize=4096, typed=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from gpu_runtime.cuda import nvrtc
 from gpu_runtime.cuda.blas import Blas
 from gpu_runtime.cuda.device import check_device, limits_of, name_of, native_arch
 from gpu_runtime.cuda.driver import CUDA_ERRORS, failure
-from gpu_runtime.cuda.kernels import CudaKernel, Kernels, check_resident, launch_cooperative, pack
+from gpu_runtime.cuda.kernels import Attributes, CudaKernel, Kernels, check_resident, pack
 from gpu_runtime.cuda.memory_calls import MemoryCalls
 from gpu_runtime.cuda.nvtx import NvtxRanges
 from gpu_runtime.cuda.products import Product, Products, addresses_of, refuse_overlap, spans_of
@@ -25,7 +26,7 @@ from gpu_runtime.faults import Fault
 from gpu_runtime.gemm import Gemm, check_workspace
 from gpu_runtime.handles import KernelHandle, LaunchRecord
 from gpu_runtime.launch import Dim3
-from gpu_runtime.limits import Limits
+from gpu_runtime.limits import PORTABLE_CLUSTER, Limits
 from gpu_runtime.op import REGISTRY, OpRegistry
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
@@ -91,7 +92,9 @@ class CudaBackend(MemoryCalls):
         target = arch or native_arch(self._limits.compute_capability)
         self._kernels = Kernels(self._context, REGISTRY if ops is None else ops, target, cache)
         self._blas = Blas(self._context, target, cache)
-        self._waits = nvrtc.waits_for_previous(target)  # without it, no kernel may start early
+        self._waits = nvrtc.waits_for_previous(target)  # without it, no kernel may start early, or know of clusters
+        if self._waits:
+            self._limits = replace(self._limits, max_cluster=PORTABLE_CLUSTER)
         self._products = Products()
         self.ranges = NvtxRanges() if nvtx else None
         self._debug_sync = False
@@ -122,6 +125,7 @@ class CudaBackend(MemoryCalls):
         *,
         cooperative: bool = False,
         programmatic: bool = False,
+        cluster: int = 1,
     ) -> None:
         # The usual launch, short because a decode step makes dozens: a stream of ours, and arguments that were checked
         # when they first came. `_pass` is not what it was then while somebody watches, and for good after `close`.
@@ -137,8 +141,7 @@ class CudaBackend(MemoryCalls):
             and ((grid is packed.grid and block is packed.block) or packed.fits(grid, block))
             and shared_mem == packed.geometry[6]
             and type(stream) is type(shared_mem) is int
-            and packed.early is (programmatic and self._waits)
-            and not cooperative
+            and packed.attributes == (programmatic and self._waits, cooperative, cluster)
         ):
             try:
                 packed.enqueue(on, packed.params, 0)
@@ -147,7 +150,7 @@ class CudaBackend(MemoryCalls):
                 if driver.ctxGetCurrent() == self._context.handle:
                     raise failure(f"launch {handle.name}", (grid, block, shared_mem), error) from None
                 # Refused because our context is not current on this thread, which the long way sees to.
-        self._launch_checked(handle, grid, block, shared_mem, stream, args, cooperative, programmatic)
+        self._launch_checked(handle, grid, block, shared_mem, stream, args, cooperative, programmatic, cluster)
 
     def _launch_checked(
         self,
@@ -159,14 +162,13 @@ class CudaBackend(MemoryCalls):
         args: Sequence[Any],
         cooperative: bool,
         programmatic: bool,
+        cluster: int,
     ) -> None:
         """Launch with everything that the usual path has no time for."""
         on = self._stream(stream)
         kernel = handle if isinstance(handle, CudaKernel) and handle.owner is self._kernels else self._known(handle)
-        early = bool(programmatic) and self._waits
-        packed = pack(
-            self._context, self._limits, kernel, grid, block, shared, args, self._unwatched, early and not cooperative
-        )
+        attributes = Attributes(bool(programmatic) and self._waits, bool(cooperative), cluster)
+        packed = pack(self._context, self._limits, kernel, grid, block, shared, args, self._unwatched, attributes)
         kernel.keep(packed, shared, args)
         self._ask_faults("launch", kernel.name)
         if self._traces.active:
@@ -174,12 +176,10 @@ class CudaBackend(MemoryCalls):
             self._traces.add(LaunchRecord("kernel", kernel.name, blocks, threads, stream=on, shared_bytes=shared))
         if cooperative:
             check_resident(self._context, self._limits, kernel, packed)
-            launch_cooperative(self._context, kernel, packed, on, early=early)
-        else:
-            try:
-                self._context.call(packed.enqueue, on, packed.params, 0)
-            except DeviceError as error:
-                raise DeviceError(f"launch {kernel.name}: {error}") from None
+        try:
+            self._context.call(packed.enqueue, on, packed.params, 0)
+        except DeviceError as error:
+            raise DeviceError(f"launch {kernel.name}: {error}") from None
         self._streams.note(on, stream)
         if self._debug_sync and not self._streams.is_capturing(on):
             try:

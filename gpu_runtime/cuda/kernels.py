@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from cuda.bindings import driver as bindings
 from cupy.cuda import driver
 
 from gpu_runtime import checks, dtypes, kernel_source
 from gpu_runtime.cuda import nvrtc
-from gpu_runtime.cuda.driver import Context, attempt_binding
+from gpu_runtime.cuda.driver import Context
 from gpu_runtime.errors import UnknownKernel
 from gpu_runtime.handles import KernelHandle
 from gpu_runtime.launch import Dim3, check_arguments, check_geometry
@@ -30,9 +30,31 @@ _MOST_KEPT: Final = 2048
 _SHARED_CARVEOUT: Final = driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _ALL_SHARED: Final = 100  # percent of what shared memory can have; the L1 keeps the rest
 
-_MOST_STREAMS: Final = 16  # of which an early launch keeps what it needs; past this many it begins anew
+_MOST_STREAMS: Final = 16  # of which an extended launch keeps what it needs; past this many it begins anew
 
 _UNASKED_SHARED: Final = 48 * 1024  # a block may have this much without asking; more needs an attribute of the function
+
+
+class Attributes(NamedTuple):
+    """What a launch asks for besides its geometry.
+
+    Attributes
+    ----------
+    early : bool
+        Whether the kernel may start before the one ahead of it ends.
+    cooperative : bool
+        Whether all blocks must be resident at once.
+    cluster : int
+        Neighbouring blocks that run together.
+    """
+
+    early: bool
+    cooperative: bool
+    cluster: int
+
+
+USUAL: Final = Attributes(early=False, cooperative=False, cluster=1)
+"""What ``cuLaunchKernel`` can express."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +66,7 @@ class Packed:
     geometry : tuple of int
         Grid x, y, z, block x, y, z and shared bytes, as ``cuLaunchKernel`` takes them.
     enqueue : callable
-        ``cuLaunchKernel`` or `EarlyLaunch` with function and geometry filled in; it takes the stream, ``params``, 0.
+        ``cuLaunchKernel`` or `ExtendedLaunch` with function and geometry filled in; it takes the stream, ``params``, 0.
     params : int
         Address of the array of pointers to the arguments.
     memory : object
@@ -55,8 +77,7 @@ class Packed:
         As the caller gave them, if they cannot change.
     issued : object
         The pass of the backend that checked it.
-    early : bool
-        Whether the kernel may start before the one ahead of it ends.
+    attributes : Attributes
     """
 
     geometry: tuple[int, int, int, int, int, int, int]
@@ -67,7 +88,7 @@ class Packed:
     grid: Dim3
     block: Dim3
     issued: object
-    early: bool
+    attributes: Attributes
 
     def fits(self, grid: Dim3, block: Dim3) -> bool:
         """Return whether a grid and a block are plain ints, or tuples of them, that are equal to this launch's."""
@@ -173,10 +194,10 @@ def pack(
     shared: int,
     args: Sequence[Any],
     issued: object,
-    early: bool,
+    attributes: Attributes = USUAL,
 ) -> Packed:
     """Check a launch and pack its arguments to the C types of the op's spec. Raises ValueError and TypeError."""
-    blocks, threads = check_geometry(grid, block, shared, limits)
+    blocks, threads = check_geometry(grid, block, shared, limits, attributes.cluster)
     spec = kernel.op.spec
     values = check_arguments(spec, kernel.dtype, args)
     dims = spec.dims(values)
@@ -188,16 +209,16 @@ def pack(
     geometry = (*blocks, *threads, shared)
     return Packed(
         geometry,
-        enqueue=EarlyLaunch(kernel.function, geometry)
-        if early
-        else partial(driver.launchKernel, kernel.function, *geometry),
+        enqueue=partial(driver.launchKernel, kernel.function, *geometry)
+        if attributes == USUAL
+        else ExtendedLaunch(kernel.function, geometry, attributes),
         params=ctypes.addressof(params),
         memory=(cells, params),
         types=tuple(map(type, args)),
         grid=grid if _plain(grid) else blocks,
         block=block if _plain(block) else threads,
         issued=issued,
-        early=early,
+        attributes=attributes,
     )
 
 
@@ -229,40 +250,18 @@ def check_resident(context: Context, limits: Limits, kernel: CudaKernel, packed:
         )
 
 
-def _launch_config(
-    geometry: tuple[int, int, int, int, int, int, int], stream: int, *, cooperative: bool, early: bool
-) -> Any:
-    """Return what ``cuLaunchKernelEx`` takes for a geometry, a stream, and what ``cuLaunchKernel`` cannot express."""
-    config = bindings.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = geometry[:3]
-    config.blockDimX, config.blockDimY, config.blockDimZ = geometry[3:6]
-    config.sharedMemBytes = geometry[6]
-    config.hStream = bindings.CUstream(stream)
-    attributes = []
-    if early:
-        attribute = bindings.CUlaunchAttribute()
-        attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(attribute)
-    if cooperative:
-        attribute = bindings.CUlaunchAttribute()
-        attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        attribute.value.cooperative = 1
-        attributes.append(attribute)
-    config.attrs = attributes
-    config.numAttrs = len(attributes)
-    return config
-
-
-class EarlyLaunch:
-    """``cuLaunchKernelEx`` of one function and geometry, to start before the kernel ahead has ended.
+class ExtendedLaunch:
+    """``cuLaunchKernelEx`` of one function, geometry and attributes.
 
     It takes what is left of the arguments of ``cuLaunchKernel``, and raises as CuPy's does.
     """
 
-    def __init__(self, function: int, geometry: tuple[int, int, int, int, int, int, int]) -> None:
+    def __init__(
+        self, function: int, geometry: tuple[int, int, int, int, int, int, int], attributes: Attributes
+    ) -> None:
         self._function = bindings.CUfunction(function)
         self._geometry = geometry
+        self._attributes = attributes
         self._configs: dict[int, Any] = {}  # by stream; nothing changes one that is here, so threads may share it
 
     def __call__(self, stream: int, params: int, extra: int) -> None:
@@ -270,14 +269,31 @@ class EarlyLaunch:
         if config is None:
             if len(self._configs) >= _MOST_STREAMS:
                 self._configs.clear()
-            config = self._configs[stream] = _launch_config(self._geometry, stream, cooperative=False, early=True)
+            config = self._configs[stream] = self._config(stream)
         (status,) = bindings.cuLaunchKernelEx(config, self._function, params, extra)
         if status != bindings.CUresult.CUDA_SUCCESS:
             raise driver.CUDADriverError(int(status))
 
-
-def launch_cooperative(context: Context, kernel: CudaKernel, packed: Packed, stream: int, *, early: bool) -> None:
-    """Launch such that all blocks are resident at once."""
-    config = _launch_config(packed.geometry, stream, cooperative=True, early=early)
-    with context.current():
-        attempt_binding(bindings.cuLaunchKernelEx, config, bindings.CUfunction(kernel.function), packed.params, 0)
+    def _config(self, stream: int) -> Any:
+        config = bindings.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self._geometry[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._geometry[3:6]
+        config.sharedMemBytes = self._geometry[6]
+        config.hStream = bindings.CUstream(stream)
+        attributes = []
+        if self._attributes.early:
+            attributes.append(attribute := bindings.CUlaunchAttribute())
+            attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+        if self._attributes.cooperative:
+            attributes.append(attribute := bindings.CUlaunchAttribute())
+            attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+        if self._attributes.cluster > 1:
+            attributes.append(attribute := bindings.CUlaunchAttribute())
+            attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = self._attributes.cluster, 1, 1
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        return config

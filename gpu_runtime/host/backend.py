@@ -108,13 +108,14 @@ class HostBackend(ProductCalls):
         *,
         cooperative: bool = False,
         programmatic: bool = False,
+        cluster: int = 1,
     ) -> None:
         on = self._stream(stream)
         if not isinstance(handle, KernelHandle):
             raise TypeError(f"handle: expected what kernel() returned, got {handle!r}")
         op, dtype = self._ops.find(handle.module, handle.name)
-        key = (op, dtype, *_axes(grid), None, *_axes(block), None, shared_mem, *args)
-        ready = self._prepared.find(key, lambda: self._prepare(op, dtype, grid, block, shared_mem, args))
+        key = (op, dtype, *_axes(grid), None, *_axes(block), None, shared_mem, cluster, *args)
+        ready = self._prepared.find(key, lambda: self._prepare(op, dtype, grid, block, shared_mem, cluster, args))
         call: _Launch = ready.call
         if self._faults:
             self._ask_faults("launch", handle.name)
@@ -126,10 +127,10 @@ class HostBackend(ProductCalls):
             self.synchronize(stream)
 
     def _prepare(
-        self, op: Op, dtype: str, grid: Dim3, block: Dim3, shared_mem: int, args: Sequence[Any]
+        self, op: Op, dtype: str, grid: Dim3, block: Dim3, shared_mem: int, cluster: int, args: Sequence[Any]
     ) -> tuple[_Launch, dict[str, Any]]:
         """Check a launch; addresses outside live memory, and overlaps, are refused before anything is enqueued."""
-        blocks, threads = check_geometry(grid, block, shared_mem, self.limits())
+        blocks, threads = check_geometry(grid, block, shared_mem, self.limits(), cluster)
         values = check_arguments(op.spec, dtype, args)
         dims = op.spec.dims(values)
         bound = self._bind(op, dtype, values, dims)

@@ -121,7 +121,7 @@ class Call:
     def label(self) -> str:
         """What kind of work this is: launches of the same kind and sizes differ only in their addresses."""
         name, dims = self.spec.name, self.dims
-        if name in ("linear", "thin_linear", "gemv"):
+        if name in ("linear", "thin_linear", "cluster_linear", "gemv"):
             from metrale.ops.linear import ACTIVATION_NAMES
 
             after = "" if not dims["activation"] else f" {ACTIVATION_NAMES[dims['activation']]}"
@@ -259,6 +259,7 @@ def _lora_up(call: Call, dims: Mapping[str, int]) -> Cost:
 RULES: Final = {
     "linear": _linear,
     "thin_linear": _linear,
+    "cluster_linear": _linear,
     "gemv": _linear,
     "decode_attention": _decode_attention,
     "attention_weights": _attention_weights,

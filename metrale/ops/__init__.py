@@ -5,6 +5,7 @@ from metrale.ops.argmax import argmax
 from metrale.ops.attention_weights import attention_weights
 from metrale.ops.beam_candidates import beam_candidates
 from metrale.ops.beam_select import beam_select
+from metrale.ops.cluster_linear import cluster_linear
 from metrale.ops.decode_attention import decode_attention
 from metrale.ops.embed import embed
 from metrale.ops.gemv import gemv
@@ -24,6 +25,7 @@ __all__ = [
     "attention_weights",
     "beam_candidates",
     "beam_select",
+    "cluster_linear",
     "decode_attention",
     "embed",
     "gemv",

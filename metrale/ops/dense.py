@@ -24,23 +24,27 @@ Array = np.ndarray[Any, np.dtype[Any]]
 DTYPES: Final = ("f16", "bf16")
 """Element types of the ops."""
 
+MATRIX: Final = (tensor("weight", "in", "T", "n", "k"), tensor("bias", "in", "T", "n", optional=True))
+"""What x is multiplied with, as arguments of the ops."""
+
 WEIGHTS: Final = (
     tensor("gamma", "in", "T", "k", optional=True),
     tensor("beta", "in", "T", "k", optional=True),
-    tensor("weight", "in", "T", "n", "k"),
-    tensor("bias", "in", "T", "n", optional=True),
+    *MATRIX,
 )
-"""What x is normalised and multiplied with, as arguments of both ops."""
+"""The same with what x is normalised with before."""
 
-OPTIONS: Final = (
-    scalar("eps", "f32"),
+PLACES: Final = (
     scalar("activation", "i32"),
     scalar("residual", "i32"),
     scalar("kv_from", "i32"),
     scalar("kv_offset", "i64"),
     scalar("kv_stride", "i64"),
 )
-"""Their last arguments."""
+"""Their last arguments: what becomes of the result, and where it goes."""
+
+OPTIONS: Final = (scalar("eps", "f32"), *PLACES)
+"""The last arguments of those that normalise."""
 
 TOLERANCE: Final = Tolerance(f32=2e-6, f16=1.5 * 2**-11, bf16=1.5 * 2**-8)
 """One rounding; and where LayerNorm's result lies between two elements, its last bit may choose the other one."""

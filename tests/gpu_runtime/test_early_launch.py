@@ -49,7 +49,7 @@ def test_each_stream_is_launched_on_with_the_geometry() -> None:
         told.append((int(function), int(config.hStream), params, extra))
         return (bindings.CUresult.CUDA_SUCCESS,)
 
-    launch = kernels.EarlyLaunch(0x5000, GEOMETRY)
+    launch = kernels.ExtendedLaunch(0x5000, GEOMETRY, kernels.Attributes(early=True, cooperative=False, cluster=1))
 
     def work(index: int) -> None:
         for turn in range(3 * STREAMS):
@@ -78,21 +78,21 @@ def test_a_launch_that_fails_raises_as_the_usual_one_does() -> None:
         patch.object(driver, "CUDADriverError", RuntimeError),  # CuPy's asks the driver for its words
         pytest.raises(RuntimeError, match=r"^1$"),
     ):
-        kernels.EarlyLaunch(0x5000, GEOMETRY)(0, 0, 0)
+        kernels.ExtendedLaunch(0x5000, GEOMETRY, kernels.Attributes(early=True, cooperative=False, cluster=1))(0, 0, 0)
 
 
 @cuda_only
 @pytest.mark.parametrize(("arch", "programmatic"), [(None, True), ("compute_80", True), (None, False)])
 def test_a_kernel_that_cannot_wait_is_not_launched_early(device: Device, arch: str | None, programmatic: bool) -> None:
     """The wait is an instruction of compute capability 9.0; code that is compiled for an older one has none."""
-    from gpu_runtime.cuda.kernels import EarlyLaunch
+    from gpu_runtime.cuda.kernels import ExtendedLaunch
 
     def plan(*sizes: Any) -> Any:
         assert OP.plan is not None
         return replace(OP.plan(*sizes), programmatic=programmatic)
 
     inputs = inputs_of(5, 1024)
-    as_it_is = patch.object(EarlyLaunch, "__call__", autospec=True, side_effect=EarlyLaunch.__call__)
+    as_it_is = patch.object(ExtendedLaunch, "__call__", autospec=True, side_effect=ExtendedLaunch.__call__)
     with device.open() as gpu:
         expected = run(OP, gpu, "bf16", inputs)["out"].tobytes()
         gpu.sweep_unreleased()

@@ -311,6 +311,10 @@ def thin_linear(v: Values) -> dict[str, Array]:
     return {"out": out, **kv_scatter({**v, **kept})}
 
 
+def cluster_linear(v: Values) -> dict[str, Array]:
+    return thin_linear({**v, "gamma": None, "beta": None})
+
+
 def gemv(v: Values) -> dict[str, Array]:
     found = thin_linear({**v, "rows": 1, "x": v["x"][None], "out": v["out"][None]})
     return {**found, "out": found["out"][0]}
@@ -357,6 +361,7 @@ ORACLES: dict[str, Callable[[Values], dict[str, Array]]] = {
         beam_select,
         linear,
         thin_linear,
+        cluster_linear,
         gemv,
         lora_down,
         lora_up,

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""A dense layer for up to 64 rows: ``out = activation(x @ weight^T + bias)``.
+
+What `linear` computes, up to the order of sums, and `kv_scatter` after it; `metrale.ops.dense` says more. The blocks of
+a cluster divide k among them, so that each reads a part of x alone; and the kernel begins to read the weights before
+the kernel ahead of it has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import metrale_kernels
+import numpy as np
+
+from gpu_runtime.backend import NULL, GpuBackend
+from gpu_runtime.limits import Limits
+from gpu_runtime.op import REGISTRY, DeviceMemory, Dims, Inputs, LaunchPlan, Op, OpSpec, scalar, tensor
+from gpu_runtime.streams import StreamLike
+from metrale.ops import dense
+from metrale.ops.linear import ACTIVATION_NAMES
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What an entry point is instantiated over.
+
+    Attributes
+    ----------
+    columns : int
+        Of the result, that a block has.
+    """
+
+    columns: int
+
+
+VARIANTS: Final = {"": Variant(32), "64": Variant(64), "96": Variant(96), "128": Variant(128)}
+"""The entry points by their endings."""
+
+MOST_ROWS: Final = 64
+
+_WARPS: Final = 8  # of a block
+_AT_ONCE: Final = 16  # rows of x that are multiplied at once
+_UNIT: Final = 128  # columns that parts of k are counted in
+_UNIT_BYTES: Final = 2 * _UNIT
+_PAD_BYTES: Final = 16  # between rows of x, or of the weights
+_PITCH_PAD: Final = 8  # floats between rows of sums
+_COUNT_BYTES: Final = 16  # of what counts the bytes that are under way
+
+SPEC: Final = OpSpec(
+    name="cluster_linear",
+    args=(
+        tensor("x", "in", "T", "rows", "k", row_stride="x_stride"),
+        *dense.MATRIX,
+        tensor("out", "inout", "T", "rows", "kv_from", row_stride="out_stride", reads_when="residual"),
+        tensor("spans", "in", "u64", "rows", optional=True),
+        tensor("positions", "in", "i32", "rows", optional=True),
+        scalar("rows", "i32"),
+        scalar("n", "i32"),
+        scalar("k", "i32"),
+        scalar("x_stride", "i64"),
+        scalar("out_stride", "i64"),
+        *dense.PLACES,
+    ),
+    tolerance=dense.TOLERANCE,
+    dtypes=dense.DTYPES,
+    indirect=True,
+    variants=tuple(VARIANTS)[1:],
+)
+
+
+def units_of(k: int, cluster: int) -> int:
+    """Return how many units of k each block of a cluster has, the last ones perhaps fewer."""
+    units = -(-k // _UNIT)
+    return -(-units // cluster)
+
+
+def shared_bytes(variant: Variant, rows: int, units: int) -> int:
+    """Return the shared memory of a block that has room for so many units of k at once.
+
+    Counts, places and bias; then weights and x, or the sums that come after them.
+    """
+    padded = -(-rows // _AT_ONCE) * _AT_ONCE
+    operands = (variant.columns + padded) * (units * _UNIT_BYTES + _PAD_BYTES)
+    sums = padded * (variant.columns + _PITCH_PAD) * 4
+    return _COUNT_BYTES + MOST_ROWS * 8 + variant.columns * 4 + max(operands, sums)
+
+
+def plans(dims: Dims, dtype: str, limits: Limits) -> dict[tuple[str, int], LaunchPlan]:
+    """Return every way to launch the kernel, by variant and size of the cluster. Rows of x decide the memory alone."""
+    rows, n, k = dims["rows"], dims["n"], dims["k"]
+    found = {}
+    for name, variant in VARIANTS.items():
+        cluster = 1
+        while cluster <= limits.max_cluster:
+            units = units_of(k, cluster)
+            while shared_bytes(variant, rows, units) > limits.max_shared_bytes:
+                units = -(-units // 2)
+            found[name, cluster] = LaunchPlan(
+                SPEC.entry(dtype, name),
+                (-(-n // variant.columns) * cluster, 1, 1),
+                (limits.warp_size * _WARPS, 1, 1),
+                shared_bytes(variant, rows, units),
+                programmatic=True,
+                cluster=cluster,
+            )
+            cluster *= 2
+    return found
+
+
+def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
+    """Choose variant and cluster by n, k and the device, so that a row has the same bits in every batch.
+
+    A block has two units of k, or more where the cluster would be too large, and so many columns that all blocks run at
+    once, if they can.
+
+    Raises
+    ------
+    ValueError
+        When there are more rows than the op is for, or k is beyond what the kernel's numbers hold.
+    """
+    dense.check_sizes(SPEC.name, dims, {"rows": MOST_ROWS, "k": dense.MOST_K})
+    n, units = dims["n"], units_of(dims["k"], 1)
+    cluster = 1
+    while 2 * cluster <= limits.max_cluster and 4 * cluster <= units:
+        cluster *= 2
+    fitting = (name for name, one in VARIANTS.items() if -(-n // one.columns) * cluster <= limits.sm_count)
+    return plans(dims, dtype, limits)[next(fitting, "128"), cluster]
+
+
+def reference(*, memory: DeviceMemory, x: Array, out: Array, **values: Any) -> None:
+    """`metrale.ops.dense.reference`."""
+    dense.reference(SPEC.name, memory, {"gamma": None, "beta": None, **values}, x, out)
+
+
+def make_inputs(rng: np.random.Generator, dtype: str, **sizes: Any) -> Inputs:
+    """Return inputs of a case."""
+    inputs = dense.make_inputs(rng, dtype, **sizes)
+    return {name: value for name, value in inputs.items() if name not in ("gamma", "beta", "eps")}
+
+
+CASES: Final = (
+    {"rows": 1, "n": 1, "k": 1},
+    {"rows": 1, "n": 97, "k": 256, "bias": False},
+    {"rows": 7, "n": 33, "k": 17, "x_pad": 5, "out_pad": 3},
+    {"rows": 5, "n": 64, "k": 48, "residual": True},
+    {"rows": 19, "n": 31, "k": 64, "residual": True, "bias": False, "out_pad": 1},
+    {"rows": 64, "n": 256, "k": 1024, "activation": "relu"},
+    {"rows": 6, "n": 40, "k": 24, "activation": "gelu"},
+    {"rows": 6, "n": 40, "k": 24, "activation": "gelu_tanh"},
+    {"rows": 6, "n": 40, "k": 24, "activation": "silu", "out_pad": 8},
+    {"rows": 3, "n": 5, "k": 257},
+    {"rows": 33, "n": 40, "k": 200, "bias": False, "x_pad": 8},
+    {"rows": 18, "n": 20, "k": 333, "x_pad": 3},  # element by element
+    {"rows": 3, "n": 2501, "k": 1000, "activation": "relu"},  # blocks of 96 columns
+    {"rows": 17, "n": 4096, "k": 512, "residual": True},
+    {"rows": 20, "n": 56, "k": 2040},  # a last step that is not whole
+    {"rows": 49, "n": 1030, "k": 4096, "residual": True},
+    {"rows": 20, "n": 24, "k": 1300},  # blocks without a column of x
+    {"rows": 35, "n": 24, "k": 9000, "residual": True},
+    {"rows": 64, "n": 40, "k": 17_000},  # more of k than there is room for
+    {"rows": 2, "n": 40, "k": 17_001},
+    {"rows": 9, "n": 96, "k": 64, "kv": 64, "out_pad": 5},  # keys and values in place
+    {"rows": 21, "n": 40, "k": 320, "kv": 23, "bias": False, "regular": False},
+    {"rows": 64, "n": 30, "k": 77, "kv": 20, "regular": False},
+)
+
+OP: Final = REGISTRY.register(
+    Op(SPEC, reference, make_inputs, CASES, plan=plan, source=metrale_kernels.path(SPEC.name))
+)
+
+
+def cluster_linear(
+    gpu: GpuBackend,
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    *,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: str,
+    x_stride: int | None = None,
+    out_stride: int | None = None,
+    activation: str = "none",
+    residual: bool = False,
+    spans: int = NULL,
+    positions: int = NULL,
+    kv_from: int | None = None,
+    kv_offset: int = 0,
+    kv_stride: int = 0,
+    stream: StreamLike = 0,
+) -> None:
+    """Enqueue a dense layer of at most `MOST_ROWS` rows from ``k`` to ``n`` features.
+
+    ``x`` is ``[rows, k]`` and ``out`` is ``[rows, n]``, rows ``x_stride`` and ``out_stride`` elements apart (None:
+    contiguous); ``weight`` is ``[n, k]``; ``bias`` is ``[n]``, or NULL for none; all of ``dtype``, which is f16 or
+    bf16. With ``residual`` the result is added to what ``out`` holds, and no activation may be named.
+
+    With ``spans`` (uint64 ``[rows]``) and ``positions`` (int32 ``[rows]``) the columns from ``kv_from`` on go into the
+    KV cache as `metrale.ops.dense` says, and ``out`` is ``[rows, kv_from]``. Neither a residual nor an activation goes
+    with it.
+
+    The kernel may start before the ones ahead of it on the stream have ended. No kernel that may still run then may
+    write ``weight``, ``bias``, ``spans`` or ``positions``.
+
+    Raises
+    ------
+    ValueError
+        When there are too many rows, the activation is unknown, options do not go together, or only one of ``spans``
+        and ``positions`` is NULL.
+    """
+    kv_from = n if kv_from is None else kv_from
+    dense.check(SPEC.name, NULL, NULL, spans, positions, n, kv_from, activation, residual)
+    strides = (k if x_stride is None else x_stride, kv_from if out_stride is None else out_stride)
+    tensors = (x, weight, bias or NULL, out, spans or NULL, positions or NULL)
+    options = (ACTIVATION_NAMES.index(activation), int(residual), kv_from, kv_offset, kv_stride)
+    OP.launch(gpu, dtype, (*tensors, rows, n, k, *strides, *options), stream)
