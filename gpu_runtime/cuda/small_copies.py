@@ -25,7 +25,7 @@ SMALL_COPY_BYTES: Final = 64 << 10
 """Most bytes of a copy that is a kernel. PCIe moves as many in about the time in which it answers at all, 1 us. More of
 them take longer than the change of engines, and would keep multiprocessors from other work meanwhile."""
 
-THREAD_BYTES: Final = 16
+_THREAD_BYTES: Final = 16
 """What each thread copies: small_copy.cu says why there is one for as many."""
 
 _THREADS: Final = 128  # of a block: few, so that many multiprocessors ask the host at once
@@ -52,7 +52,7 @@ class _Packed(NamedTuple):
 
 def blocks_of(nbytes: int) -> int:
     """Return how many blocks copy ``nbytes``, at least 1."""
-    return -(-nbytes // (THREAD_BYTES * _THREADS))
+    return -(-nbytes // (_THREAD_BYTES * _THREADS))
 
 
 class SmallCopies:
