@@ -86,10 +86,13 @@ class CudaBackend(MemoryCalls):
     ) -> None:
         number = checks.integer("device", device, low=0)
         check_device(number)
-        super().__init__(number, pool=pool, redzones=redzones, memory_limit=memory_limit, faults=faults)
-        self._limits = limits_of(number)
+        limits = limits_of(number)
+        target = arch or native_arch(limits.compute_capability)
+        super().__init__(
+            number, arch=target, cache=cache, pool=pool, redzones=redzones, memory_limit=memory_limit, faults=faults
+        )
+        self._limits = limits
         self._name = name_of(number)
-        target = arch or native_arch(self._limits.compute_capability)
         self._kernels = Kernels(self._context, REGISTRY if ops is None else ops, target, cache)
         self._blas = Blas(self._context, target, cache)
         self._waits = nvrtc.waits_for_previous(target)  # without it, no kernel may start early, or know of clusters
@@ -365,4 +368,5 @@ class CudaBackend(MemoryCalls):
             self._memory.reclaim(wait=True)
             self._blas.close()
             self._kernels.close()
+            self._small_copies.close()
             self._close_streams()

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import metrale_kernels
 import numpy as np
 from cupy.cuda import driver
 from nvmath.bindings import cublasLt
 
-from gpu_runtime import dtypes, kernel_source
-from gpu_runtime.cuda import nvrtc
+from gpu_runtime import dtypes
 from gpu_runtime.cuda.driver import Context, failure
+from gpu_runtime.cuda.modules import OwnModule
 from gpu_runtime.errors import BackendUnavailable, DeviceError
 from gpu_runtime.gemm import ACTIVATIONS, WORKSPACE_ALIGNMENT, Gemm
 
@@ -129,11 +128,9 @@ class Blas:
 
     def __init__(self, context: Context, arch: str, cache: Path | None) -> None:
         self._context = context
-        self._arch = arch
-        self._cache = cache
+        self._module = OwnModule(context, "gemm_epilogue.cu", arch, cache)
         self._lock = threading.Lock()
         self._chosen: dict[_Request, Any] = {}
-        self._module = 0
         with context.current():
             try:
                 self._handle = int(cublasLt.create())
@@ -274,17 +271,8 @@ class Blas:
         ]
         params = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
         rows, columns = min(p.m * p.batch, 1 << 20), min(-(-p.n // 256), 65535)
-        geometry = (self._entry(p.out_dtype), rows, columns, 1, 256, 1, 1, 0)
+        geometry = (self._module.function(f"gemm_epilogue_{p.out_dtype}"), rows, columns, 1, 256, 1, 1, 0)
         return geometry, ctypes.addressof(params), (cells, params)
-
-    def _entry(self, dtype: str) -> int:
-        with self._lock:
-            if not self._module:
-                source = Path(__file__).with_name("gemm_epilogue.cu")
-                text = kernel_source.inlined(source, (metrale_kernels.ROOT,))
-                image = nvrtc.compile_source(text, source.name, self._arch, cache=self._cache)
-                self._module = int(self._context.call_relaxed(driver.moduleLoadData, image))
-        return int(self._context.call(driver.moduleGetFunction, self._module, f"gemm_epilogue_{dtype}"))
 
     def enqueue(self, prepared: Prepared, stream: int) -> None:
         """Enqueue a prepared product."""
@@ -301,8 +289,7 @@ class Blas:
         """Give cuBLASLt's handle back."""
         with self._context.current():
             self._attempt(cublasLt.destroy, self._handle)
-        if self._module:
-            self._context.call(driver.moduleUnload, self._module)
+        self._module.close()
 
 
 def _alignment(address: int, step: int, dtype: str) -> int:

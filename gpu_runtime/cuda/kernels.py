@@ -15,7 +15,7 @@ from cuda.bindings import driver as bindings
 from cupy.cuda import driver
 
 from gpu_runtime import checks, dtypes, kernel_source
-from gpu_runtime.cuda import nvrtc
+from gpu_runtime.cuda import modules
 from gpu_runtime.cuda.driver import Context
 from gpu_runtime.errors import UnknownKernel
 from gpu_runtime.handles import KernelHandle
@@ -26,9 +26,6 @@ from gpu_runtime.overlap import argument_extent, refuse_overlap
 
 _MOST_KEPT: Final = 2048
 """Packed launches of one entry point. Past this many, all are forgotten, which bounds the memory."""
-
-_SHARED_CARVEOUT: Final = driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-_ALL_SHARED: Final = 100  # percent of what shared memory can have; the L1 keeps the rest
 
 _MOST_STREAMS: Final = 16  # of which an extended launch keeps what it needs; past this many it begins anew
 
@@ -163,10 +160,7 @@ class Kernels:
             loaded = self._modules.get(op)
             if loaded is None:
                 loaded = self._modules[op] = self._load(op)
-        function = int(self._context.call(driver.moduleGetFunction, loaded, name))
-        # A multiprocessor divides its memory between shared memory and L1 anew only when it is empty. Where all kernels
-        # ask for the same, one can begin beside the one ahead of it.
-        self._context.call(driver.funcSetAttribute, function, _SHARED_CARVEOUT, _ALL_SHARED)
+        function = modules.function_of(self._context, loaded, name)
         found = self._found[module, name] = CudaKernel(module, name, op, dtype, function, self)
         return found
 
@@ -175,8 +169,7 @@ class Kernels:
             raise UnknownKernel(f"kernel: op {op.spec.name!r} has no CUDA source")
         text = kernel_source.inlined(op.source, op.include)
         kernel_source.check_spec(op.spec, text)
-        image = nvrtc.compile_source(text, op.source.name, self._arch, cache=self._cache)
-        return int(self._context.call_relaxed(driver.moduleLoadData, image))
+        return modules.load(self._context, text, op.source.name, self._arch, self._cache)
 
     def close(self) -> None:
         """Unload every module."""

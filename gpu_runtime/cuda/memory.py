@@ -242,6 +242,13 @@ class CudaMemory(Blocks):
             return True
         return int(self._context.call(runtime.pointerGetAttributes, address).type) != _UNREGISTERED
 
+    def kernels_reach(self, host: int, nbytes: int, device: int) -> bool:
+        """Return whether a host span is page-locked by this backend, and ``device`` an address in a block of it."""
+        with self._lock:
+            entry = self.pinned.find(host)
+            inside = entry is not None and host + nbytes <= int(entry.ptr) + entry.nbytes
+            return inside and self.ledger.find(device) is not None
+
     def reclaim(self, *, wait: bool = False) -> None:
         """Let go of the freed blocks that every stream has passed, or of all of them after waiting."""
         with self._lock, self._context.relaxed():

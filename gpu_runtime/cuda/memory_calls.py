@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Final
 
 from cupy.cuda import runtime
@@ -15,6 +16,7 @@ from gpu_runtime.buffers import Bytes, as_bytes
 from gpu_runtime.cuda.driver import attempt
 from gpu_runtime.cuda.file_copies import copy_files
 from gpu_runtime.cuda.memory import CudaMemory
+from gpu_runtime.cuda.small_copies import SMALL_COPY_BYTES, SmallCopies
 from gpu_runtime.cuda.stream_calls import StreamCalls
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.faults import Fault
@@ -31,13 +33,22 @@ class MemoryCalls(StreamCalls):
     """Allocation, reports and copies. A copy without a stream is one on the default stream, waited for."""
 
     def __init__(
-        self, device: int, *, pool: bool, redzones: bool, memory_limit: int | None, faults: Sequence[Fault]
+        self,
+        device: int,
+        *,
+        arch: str,
+        cache: Path | None,
+        pool: bool,
+        redzones: bool,
+        memory_limit: int | None,
+        faults: Sequence[Fault],
     ) -> None:
         super().__init__(device, faults)
         limit = None if memory_limit is None else checks.integer("memory_limit", memory_limit, low=0)
         self._memory = CudaMemory(
             self._context, self._streams.service, pool=pool, redzones=redzones, limit=limit, faults=self._faults
         )
+        self._small_copies = SmallCopies(self._context, arch, cache)
         self._pinned: dict[int, PinnedMemory] = {}
 
     @property
@@ -172,7 +183,11 @@ class MemoryCalls(StreamCalls):
         data = as_bytes("src", src, writable=False)
         start, size, tag = self._span("copy_h2d: dst", dst, data.nbytes)
         on = self._about_to("copy", "h2d", size, stream, tag)
-        self._copy(start, _address(data), size, on, stream, data)
+        host = _address(data)
+        if self._is_small(host, size, start):
+            self._copy_small(start, host, size, on, stream, data)
+        else:
+            self._copy(start, host, size, on, stream, data)
 
     def copy_h2d_async_retained(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
         self.copy_h2d_async(as_bytes("src", src, writable=False).copy(), dst, stream)
@@ -181,10 +196,14 @@ class MemoryCalls(StreamCalls):
         data = as_bytes("dst", dst, writable=True)
         start, size, tag = self._span("copy_d2h: src", src, data.nbytes)
         on = self._about_to("copy", "d2h", size, stream, tag)
-        if size and not self._memory.is_page_locked(_address(data)) and not self._streams.is_capturing(on):
+        host = _address(data)
+        if self._is_small(host, size, start):
+            self._copy_small(host, start, size, on, stream, data)
+            return
+        if size and not self._memory.is_page_locked(host) and not self._streams.is_capturing(on):
             # CUDA would wait for the stream inside of the copy, and hold what other threads' calls need meanwhile.
             self._context.call_relaxed(runtime.streamSynchronize, on)
-        self._copy(_address(data), start, size, on, stream, data)
+        self._copy(host, start, size, on, stream, data)
 
     def copy_d2d_async(self, src: int, dst: int, nbytes: int, stream: StreamLike = 0) -> None:
         self.copy_d2d_2d_async(src, nbytes, dst, nbytes, nbytes, 1, stream)
@@ -222,6 +241,21 @@ class MemoryCalls(StreamCalls):
             locked = keep is not None and self._memory.is_pinned(_address(keep))
             self._streams.note(on, stream, keep, locked=locked)
 
+    def _is_small(self, host: int, nbytes: int, device: int) -> bool:
+        """Return whether a kernel is to make a copy. Of memory that others locked, it is not known that kernels can."""
+        return 0 < nbytes <= SMALL_COPY_BYTES and self._memory.kernels_reach(host, nbytes, device)
+
+    def _copy_small(self, dst: int, src: int, size: int, on: int, stream: StreamLike, keep: Bytes) -> None:
+        """Enqueue a copy by a kernel; ``keep``, page-locked memory of this backend, lives until it is done.
+
+        On a stream of ours it may start early: there, all kernels that do so wait for those ahead. Of a foreign
+        stream's kernels nothing is known, and in a capture there may be several ahead, on streams that were joined.
+        """
+        early = self._streams.is_plain(on)
+        self._small_copies.enqueue(dst, src, size, on, early=early)
+        if not early:  # else there is nothing to note of work on page-locked memory
+            self._streams.note(on, stream, keep, locked=True)
+
     def _about_to(self, kind: Any, name: str, nbytes: int, stream: StreamLike, tag: str) -> int:
         """Return the handle of the stream that a copy or memset goes to, once faults and traces have heard of it."""
         on = self._stream(stream)
@@ -242,6 +276,7 @@ class MemoryCalls(StreamCalls):
     def alloc_host_pinned(self, nbytes: int) -> PinnedMemory:
         self._let_go()
         size = checks.integer("alloc_host_pinned: nbytes", nbytes, low=1)
+        self._small_copies.load()
         ptr, array = self._memory.alloc_pinned(size)
         memory = PinnedMemory(int(ptr), size, array)
         self._pinned[memory.address] = memory

@@ -130,6 +130,10 @@ class Streams:
         except RuntimeError:  # CuPy's word for a capture that an error has spoilt; it is there until it is ended
             return True
 
+    def is_plain(self, handle: int) -> bool:
+        """Return whether a stream is one of this backend's own, and not capturing."""
+        return handle in self.own and not self.is_capturing(handle)
+
     def refuse_capture(self, handle: int, call: str) -> None:
         """Raise DeviceError when a stream is capturing: CUDA would refuse, and spoil the capture."""
         if self.is_capturing(handle):

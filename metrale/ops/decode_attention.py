@@ -315,7 +315,8 @@ def decode_attention(
 
     The kernel may start before the one ahead of it on the stream has ended. With ``fresh`` of 0 or more it then reads
     all but ``q`` and the last ``fresh`` positions of each row: nothing else may be written by a kernel that is still
-    under way, which may be any since the last launch that was not to start early, copy, or beginning of a graph.
+    under way, which may be any from the last launch on that was not to start early, where a copy counts as such a
+    launch, or since the beginning of a graph.
 
     Raises
     ------

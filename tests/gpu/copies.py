@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """What is asked of CUDA while a model works, noted at CuPy's and cuda-bindings' functions: copies, waits of the host.
 
-A trace of the backend says what the backend meant to do; this says which functions were called, and with what.
+A trace of the backend says what the backend meant to do; this says which functions were called, and with what. Small
+copies are launches of a kernel, and are noted where those are made.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Seen:
     Attributes
     ----------
     name : str
-        Of the function.
+        Of the function; ``small_copy`` for that kernel.
     kind : {"h2d", "d2h", "d2d", "h2h", ""}
         Of an asynchronous copy, where it leads; of anything else, nothing.
     nbytes : int
@@ -53,6 +54,8 @@ def watched(
 
     Device memory is what the backend holds when the context begins.
     """
+    from gpu_runtime.cuda.small_copies import SmallCopies
+
     blocks = sorted((int(entry.ptr), entry.nbytes) for entry in gpu.alloc_report())
     seen: list[Seen] = []
 
@@ -61,7 +64,7 @@ def watched(
         return index >= 0 and address < sum(blocks[index])
 
     def note(name: str, arguments: tuple[Any, ...]) -> None:
-        if name != "memcpyAsync":
+        if name not in ("memcpyAsync", "small_copy"):
             seen.append(Seen(name))
             return
         dst, src, nbytes = map(int, arguments[:3])
@@ -77,13 +80,20 @@ def watched(
         call.__name__ = name
         return call
 
-    patches = [
+    enqueue = SmallCopies.enqueue
+
+    def small(copies: SmallCopies, *arguments: int, early: bool) -> None:
+        note("small_copy", arguments)
+        enqueue(copies, *arguments, early=early)
+
+    patches: list[Any] = [patch.object(SmallCopies, "enqueue", small)]
+    patches += [
         patch.object(module, name, noting(name, getattr(module, name)))
         for module in modules
         for name in dir(module)
         if is_watched(name) and callable(getattr(module, name))
     ]
-    assert patches
+    assert len(patches) > 1
     try:
         for one in patches:
             one.start()

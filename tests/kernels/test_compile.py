@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import metrale_kernels
 import pytest
 
+from gpu_runtime.cuda import nvrtc
 from gpu_runtime.cuda.nvrtc import compile_source
 from gpu_runtime.kernel_source import entries, inlined
 from tests.draws import draws
@@ -27,6 +29,22 @@ def test_compiles_and_has_the_entry_points_that_are_read_from_it(source: Path, a
     found = entries_of_ptx(ptx)
     assert found
     assert found == {name: passed(parameters) for name, parameters in entries(text).items()}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_small_copy_spills_nothing(arch: str) -> None:
+    """All that a thread reads is in registers before it writes; and they are few, as a copy runs beside other work."""
+    (source,) = (one for one in RUNTIME if one.stem == "small_copy")
+    compiler = nvrtc._library()
+    program = compiler.createProgram(inlined(source, (metrale_kernels.ROOT,)), source.name, (), ())
+    try:
+        options = (*nvrtc.OPTIONS, f"--gpu-architecture={arch}", "--ptxas-options=-v")
+        compiler.compileProgram(program, options)
+        log = compiler.getProgramLog(program)
+    finally:
+        compiler.destroyProgram(program)
+    assert re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log) == ["0", "0", "0"]
+    assert [int(count) <= 64 for count in re.findall(r"Used (\d+) registers", log)] == [True]
 
 
 @pytest.mark.parametrize("text", [SOURCE, DIRECT])
