@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The dense layers of a decode step by `thin_linear`, in every plan, beside layer_norm and the library's product.
 
-One row goes through every plan of `gemv`, too; its names begin with "gemv".
+One row goes through every plan of `gemv`, too; its names begin with "gemv". The output head is one of the layers; a
+step has it by the library's product where there is more than one row.
 
     python -m benchmarks.thin_linear --out thin_linear.json
 
@@ -45,6 +46,7 @@ WEIGHT_BYTES: Final = {"cuda": 160 << 20, "host": 1 << 16}
 LEAST_COPIES: Final = 4
 ROWS: Final = (1, 4, 8, 16, 32, 64)
 WIDTHS: Final = {"cuda": (1024, 2048), "host": (64,)}
+HEAD_ROWS: Final = {"cuda": 256_256, "host": 320}
 EPS: Final = 1e-5
 
 
@@ -60,14 +62,15 @@ class Layer:
     residual: bool = False
 
 
-def layers(width: int) -> tuple[Layer, ...]:
-    """Return the layers of a decoder whose inner width is four times its width."""
+def layers(width: int, head_rows: int) -> tuple[Layer, ...]:
+    """Return the layers of a decoder whose inner width is four times its width, and its output head."""
     return (
         Layer("q, k, v", 3 * width, width, norm=True),
         Layer("out", width, width, residual=True),
         Layer("cross q", width, width, norm=True),
         Layer("fc1", 4 * width, width, norm=True, activation="relu"),
         Layer("fc2", width, 4 * width, residual=True),
+        Layer("head", head_rows, width),
     )
 
 
@@ -244,7 +247,7 @@ def measure(bench: Bench, clock: Clock, rows: int, repeats: int) -> dict[str, An
 def line(layer: Layer, rows: int, case: dict[str, Any]) -> str:
     """Return a line of the table: the library, and the best plan in both ways of launching."""
     library = case.get("layer_norm_library_us", case["library_us"])
-    cells = [f"{layer.name:8s} {layer.n:5d}x{layer.k:<5d} {rows:4d} {library:9.2f}"]
+    cells = [f"{layer.name:8s} {layer.n:6d}x{layer.k:<5d} {rows:4d} {library:9.2f}"]
     for kind in ("thin_us", "thin_programmatic_us"):
         best = min(case[kind], key=case[kind].get)
         cells.append(f"{case[kind][case['chosen']]:8.2f} {case[kind][best]:8.2f} ({best:12s})")
@@ -262,8 +265,9 @@ def run(gpu: GpuBackend, options: argparse.Namespace) -> dict[str, Any]:
         "problems": [],
     }
     clock = Clock(gpu)
-    print("layer           n x k   rows   library | thin: chosen, best plan | the same, programmatic", flush=True)
-    for layer in (layer for width in WIDTHS[gpu.kind()] for layer in layers(width)):
+    print("layer            n x k   rows   library | thin: chosen, best plan | the same, programmatic", flush=True)
+    every = (layer for width in WIDTHS[gpu.kind()] for layer in layers(width, HEAD_ROWS[gpu.kind()]))
+    for layer in (layer for layer in every if options.layers is None or layer.name in options.layers):
         with ExitStack() as undo:
             bench = Bench(gpu, layer, options.dtype, undo)
             report["problems"] += list(bench.problems())
@@ -284,6 +288,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bf16", choices=OP.spec.dtypes)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N")
+    parser.add_argument("--layers", nargs="+", choices=[layer.name for layer in layers(1, 1)], help="these alone")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--commit", help="what to call the commit where git cannot say")
     parser.add_argument("--out", type=Path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from metrale.nllb.layers import KvPlaces, Rows
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.step_graphs import StepGraphs
 from metrale.nllb.workspace import Workspace
+from metrale.ops.dense import DTYPES as THIN_DTYPES
 
 Observer = Callable[[Rows, int, Mapping[str, DevicePtr]], None]
 """What looks on in a pass: it is told the activations, the layer, and the columns of the pass' table."""
@@ -296,18 +297,21 @@ class Decoder:
             return
         shape = self._shape
         d = shape.config.d_model
+        hidden = self.hidden.offset((work.depth - 1) * d * shape.itemsize)
+        head = (self._weights.head.weight, self._weights.head.bias, work.logits)
+        sizes: dict[str, Any] = {"n": shape.head_rows, "k": d, "dtype": shape.dtype}
+        if work.heads == 1 and shape.dtype in THIN_DTYPES:
+            # Reading the weights is all that takes time, and this begins to read them while the norm is under way.
+            ops.gemv(self._gpu, hidden, *head, **sizes, stream=rows.stream)
+            return
         ops.linear(
             self._gpu,
-            self.hidden.offset((work.depth - 1) * d * shape.itemsize),
-            self._weights.head.weight,
-            self._weights.head.bias,
-            work.logits,
+            hidden,
+            *head,
             rows=work.heads,
-            n=shape.head_rows,
-            k=d,
+            **sizes,
             x_stride=work.depth * d,
             out_stride=shape.logits_stride,
-            dtype=shape.dtype,
             workspace=rows.gemm.workspace,
             workspace_bytes=rows.gemm.workspace_bytes,
             stream=rows.stream,

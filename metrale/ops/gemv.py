@@ -2,7 +2,8 @@
 """A dense layer of one row, with the LayerNorm ahead of it: ``out = activation(n(x) @ weight^T + bias)``.
 
 `thin_linear` for one row, in which reading the weights is all that takes time; `metrale.ops.dense` says what it
-computes. The kernel begins to read the weights before the kernel ahead of it has ended.
+computes. The kernel begins to read the weights before the kernel ahead of it has ended. An output head is such a layer,
+too: the longest there is.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ class Variant:
         Slices of k that it has of each.
     streamed : bool
         Whether there may be more slices than the warps of a block have at a time.
+    ringed : bool
+        Whether each warp has rows of its own, as many as the number of blocks makes it, which come to its registers
+        through a ring in shared memory.
     """
 
     rows: int
     slices: int
     streamed: bool = False
+    ringed: bool = False
 
 
 VARIANTS: Final = {
@@ -47,6 +52,8 @@ VARIANTS: Final = {
     "6x1": Variant(6, 1),
     "8x1": Variant(8, 1),
     "4x2": Variant(4, 2),
+    "ring4x2": Variant(4, 2, ringed=True),
+    "ring2x4": Variant(2, 4, ringed=True),
 }
 """The entry points by their endings. All compute the same bits."""
 
@@ -56,6 +63,9 @@ _WARPS: Final = 8  # of a block, at most
 _SLICE: Final = 512  # columns whose products a warp sums
 _CHUNK: Final = 256  # columns whose moments a warp forms
 _LONG: Final = 1 << 23  # elements of weights from which more rows a warp pay
+_LONGEST: Final = 1 << 24  # elements of weights past which blocks that stay pay: a head's, no decoder layer's
+_PACK: Final = 8  # elements that a ring's copies are multiples of
+_RING: Final = 3 * 8192 + 128  # bytes of a warp's ring: slots, and a line for their barriers
 _MOST_STAGED: Final = 8192  # columns that the kernel normalises in shared memory
 
 SPEC: Final = OpSpec(
@@ -78,7 +88,7 @@ SPEC: Final = OpSpec(
 
 
 def shared_bytes(variant: Variant, k: int) -> int:
-    """Return the shared memory of a block: its sums, moments, and x where it is normalised there."""
+    """Return the shared memory of a block without rings: its sums, moments, and x where it is normalised there."""
     staged = -(-k // _CHUNK) * _CHUNK * 2 if k <= _MOST_STAGED else 0
     return _WARPS * variant.slices * _WARPS * variant.rows * 4 + _MOST_STAGED // _CHUNK * 8 + staged
 
@@ -94,20 +104,24 @@ def plans(dims: Dims, dtype: str, limits: Limits) -> dict[str, LaunchPlan]:
     n, k = dims["n"], dims["k"]
     found = {}
     for name, variant in VARIANTS.items():
-        along, groups = shape(variant, k)
-        if variant.streamed or along * variant.slices * _SLICE >= k:
-            found[name] = LaunchPlan(
-                SPEC.entry(dtype, name),
-                (-(-n // (groups * variant.rows)), 1, 1),
-                (limits.warp_size * along, groups, 1),
-                shared_bytes(variant, k),
-                programmatic=True,
-            )
+        shared = shared_bytes(variant, k)
+        if variant.ringed:
+            along, groups = 1, min((limits.max_shared_bytes - shared) // _RING, _WARPS)
+            blocks, shared = limits.sm_count, shared + groups * _RING
+        else:
+            along, groups = shape(variant, k)
+            blocks = -(-n // (groups * variant.rows))
+        fits = variant.streamed or along * variant.slices * _SLICE >= k
+        if fits and not (variant.ringed and k % _PACK):
+            threads = (limits.warp_size * along, groups, 1)
+            found[name] = LaunchPlan(SPEC.entry(dtype, name), (blocks, 1, 1), threads, shared, programmatic=True)
     return found
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     """Choose by n and k what was fastest on an H200, or close to it, for decoders 1,024 and 2,048 wide.
+
+    Longer weights than those of their layers, as an output head's, go through rings where they can.
 
     Raises
     ------
@@ -116,13 +130,17 @@ def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     """
     dense.check_sizes(SPEC.name, dims, {"n": MOST_N, "k": dense.MOST_K})
     n, k = dims["n"], dims["k"]
-    if k > 2 * _WARPS * _SLICE:
+    found = plans(dims, dtype, limits)
+    rings = [name for name in found if VARIANTS[name].ringed]
+    if rings and n * k > _LONGEST:
+        choice = rings[0]
+    elif k > 2 * _WARPS * _SLICE:
         choice = ""
     elif k > _WARPS * _SLICE:
         choice = "4x2"
     else:
         choice = "8x1" if n * k > _LONG else "6x1"
-    return plans(dims, dtype, limits)[choice]
+    return found[choice]
 
 
 def reference(*, memory: DeviceMemory, x: Array, out: Array, n: int, **values: Any) -> None:
@@ -169,6 +187,7 @@ CASES: Final = (
     {"n": 6, "k": 17000, "norm": True},  # more columns than are normalised in shared memory
     {"n": 5, "k": 9001, "norm": True},
     {"n": 8209, "k": 1024, "norm": True, "activation": "relu"},  # eight rows a warp
+    {"n": 8195, "k": 2048, "norm": True},  # through rings, with shares that differ by a row
 )
 
 OP: Final = REGISTRY.register(

@@ -277,7 +277,7 @@ MODEL_MUTANTS: list[Mutant] = [
         "the head's padding",
         "metrale.nllb.decoder",
         files("head"),
-        ("n=shape.head_rows", "n=shape.vocab"),
+        ('"n": shape.head_rows', '"n": shape.vocab'),
         ("self._weights.head.bias", "NULL"),
     ),
     *rules(

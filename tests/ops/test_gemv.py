@@ -25,7 +25,10 @@ from tests.ops.test_conformance import close
 DECODER: Final = [(n * d, k * d) for d in (1024, 2048) for n, k in ((3, 1), (1, 1), (4, 1), (1, 4))]
 """n and k of the layers of NLLB's decoders."""
 
-LARGE: Final = replace(MINIMUM, sm_count=132, compute_capability=(9, 0))
+HEADS: Final = [(256256, 1024), (256256, 2048), (128128, 1024)]
+"""Of their output heads, and that of M2M-100."""
+
+LARGE: Final = replace(MINIMUM, sm_count=132, max_shared_bytes=227 * 1024, compute_capability=(9, 0))
 
 
 def drawn(dtype: str, n: int, k: int, **options: Any) -> dict[str, Any]:
@@ -131,7 +134,7 @@ def test_what_is_refused(gpu: GpuBackend, message: str, options: Mapping[str, An
         gemv(gpu, 64, 64, 64, 64, **{"n": 8, "k": 8, "dtype": "f16", **options})
 
 
-@pytest.mark.parametrize(("n", "k"), [*DECODER, (1, 1), (8, 33), (5000, 500), (16, 100_000), (40, 1 << 24)])
+@pytest.mark.parametrize(("n", "k"), [*DECODER, *HEADS, (1, 1), (8, 33), (5000, 500), (16, 100_000), (40, 1 << 24)])
 def test_every_plan_fits_the_least_device(n: int, k: int) -> None:
     dims = {"n": n, "k": k}
     every = plans(dims, "f16", MINIMUM)
@@ -139,7 +142,10 @@ def test_every_plan_fits_the_least_device(n: int, k: int) -> None:
         check_geometry(how.grid, how.block, how.shared_bytes, MINIMUM)
         threads, groups, _ = how.block
         variant = VARIANTS[name]
-        assert how.grid[0] * variant.rows * groups >= n > (how.grid[0] - 1) * variant.rows * groups
+        if variant.ringed:
+            assert (how.grid[0], threads, k % 8) == (MINIMUM.sm_count, 32, 0)
+        else:
+            assert how.grid[0] * variant.rows * groups >= n > (how.grid[0] - 1) * variant.rows * groups
         assert threads % 32 == 0
         assert threads * groups <= 256
         assert variant.streamed or threads * variant.slices * 16 >= k, "the weights fit into registers"
@@ -155,13 +161,30 @@ def test_the_plans_of_a_decoder() -> None:
     assert entries == dict.fromkeys(DECODER, "6x1") | special
 
 
+def test_long_weights_go_through_rings_where_they_can() -> None:
+    """Not past 2,048 columns, nor where rows are no whole packs; as many rings a block as it has memory for."""
+    sizes = [*HEADS, (256256, 512), (16385, 1024), (16384, 1024), (256256, 2056), (256256, 1022)]
+    chosen = [plan({"n": n, "k": k}, "f16", LARGE) for n, k in sizes]
+    ends = ["ring4x2", "ring2x4", "ring4x2", "ring4x2", "ring4x2", "8x1", "8x1", "8x1"]
+    assert [how.entry for how in chosen] == [OP.spec.entry("f16", end) for end in ends]
+    assert all((how.grid, how.block) == ((132, 1, 1), (32, 8, 1)) for how in chosen[:5])
+    small = plan({"n": 256256, "k": 2048}, "f16", MINIMUM)
+    assert (small.grid, small.block) == ((108, 1, 1), (32, 3, 1))
+    assert small.shared_bytes == shared_bytes(VARIANTS["ring2x4"], 2048) + 3 * (3 * 8192 + 128)
+    assert OP.source is not None
+    assert "using Ring = PieceRing<3, 8192>;" in OP.source.read_text(encoding="utf-8")
+    header = (OP.source.parent / "common" / "piece_ring.cuh").read_text(encoding="utf-8")
+    assert "LINE = 128;" in header
+
+
 def test_shared_memory() -> None:
     """Sums of all warps, moments of 32 chunks, and x in whole chunks up to what the kernel keeps."""
     assert shared_bytes(VARIANTS["8x1"], 1024) == 8 * 8 * 8 * 4 + 32 * 8 + 1024 * 2
     assert shared_bytes(VARIANTS["4x2"], 8000) == 8 * 2 * 8 * 4 * 4 + 32 * 8 + 8192 * 2
     assert shared_bytes(VARIANTS[""], 8200) == 8 * 8 * 6 * 4 + 32 * 8
     assert OP.source is not None
-    assert "constexpr int MOST_STAGED = 8192;" in OP.source.read_text(encoding="utf-8")
+    header = OP.source.parent / "common" / "row_norm.cuh"
+    assert "constexpr int MOST_STAGED = 8192;" in header.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("k", "expected"), [(1, (1, 8)), (512, (1, 8)), (513, (2, 4)), (1025, (3, 2)), (9000, (8, 1))])
@@ -170,8 +193,9 @@ def test_warps_along_k_and_beside_each_other(k: int, expected: tuple[int, int]) 
 
 
 def test_all_entry_points_are_in_use() -> None:
-    """By the cases that conformance runs."""
-    used = {plan({"n": case["n"], "k": case["k"]}, "f16", MINIMUM).entry for case in OP.cases}
+    """By the cases that conformance runs, and an output head."""
+    sizes = [(case["n"], case["k"]) for case in OP.cases] + HEADS
+    used = {plan({"n": n, "k": k}, "f16", MINIMUM).entry for n, k in sizes}
     assert used == {OP.spec.entry("f16", name) for name in VARIANTS}
 
 
@@ -228,6 +252,23 @@ def test_an_element_does_not_depend_on_those_beside_it(gpu: GpuBackend, dtype: s
         others = np.arange(sizes["n"]) != 3
         assert np.isnan(np.float32(found[3])) == (sizes.get("activation") != "none")
         assert found[others].tobytes() == whole[others].tobytes(), launched.how
+        gpu.sweep_unreleased()
+
+
+@cuda_only
+@pytest.mark.parametrize("dtype", OP.spec.dtypes)
+@pytest.mark.parametrize(("n", "k"), [(301, 1024), (259, 2048), (170, 520), (133, 8)])
+def test_rings_have_the_same_bits_whoever_shares_the_rows(gpu: GpuBackend, dtype: str, n: int, k: int) -> None:
+    """Any number of blocks and of warps: with few of them a warp has many times what its ring holds."""
+    values = drawn(dtype, n, k, norm=True)
+    every = plans({"n": n, "k": k}, dtype, gpu.limits())
+    expected = Launched(OP, gpu, dtype, every["6x1"])(values)
+    close(expected, ORACLES["gemv"](values)["out"], OP.spec.tolerance.of(dtype), "out")
+    for name, how in every.items():
+        for blocks, warps in ((1, 1), (1, 3), (2, 8), (7, 2), (n, 1)) if VARIANTS[name].ringed else ():
+            part = replace(how, grid=(blocks, 1, 1), block=(32, warps, 1))
+            for launched in both_ways(OP, gpu, dtype, [part]):
+                assert launched(values).tobytes() == expected.tobytes(), launched.how
         gpu.sweep_unreleased()
 
 
