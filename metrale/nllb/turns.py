@@ -13,7 +13,9 @@ from gpu_runtime.streams import StreamLike
 class Turn:
     """Memory that one piece of work at a time uses, whatever their streams: each comes after the one before it.
 
-    As every use waits for the last one, waiting for the latest is waiting for all so far.
+    As every use waits for the last one, waiting for the latest is waiting for all so far. Of uses and waits that follow
+    each other on the default stream nobody needs to be told. Of other streams that is not so sure: one may have been
+    destroyed since, and a new one have its handle.
 
     Attributes
     ----------
@@ -24,10 +26,12 @@ class Turn:
     def __init__(self, gpu: GpuBackend) -> None:
         self._gpu = gpu
         self.event = gpu.create_event()
+        self._on_default = False  # whether the latest use was on the default stream
 
     def wait(self, stream: StreamLike) -> None:
         """Let later work of ``stream`` come after every use so far; the host goes on."""
-        self._gpu.stream_wait_event(stream, self.event)
+        if not (self._on_default and _is_default(stream)):
+            self._gpu.stream_wait_event(stream, self.event)
 
     @contextmanager
     def use(self, stream: StreamLike) -> Iterator[None]:
@@ -37,7 +41,12 @@ class Turn:
             yield
         finally:
             self._gpu.record_event(self.event, stream)
+            self._on_default = _is_default(stream)
 
     def free(self) -> None:
         """Destroy the event. Who waits for it is not disturbed."""
         self._gpu.destroy_event(self.event)
+
+
+def _is_default(stream: StreamLike) -> bool:
+    return type(stream) is int and stream == 0
