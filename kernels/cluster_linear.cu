@@ -13,7 +13,7 @@
 //            that is still under way writes weight, bias, spans or positions.
 // Aliasing   out and the places in the KV cache overlap nothing that is read.
 // Order      A row's bits depend on its own elements, the weights and the size of the cluster: not on the other rows,
-//            not on its place, not on alignment, not on the entry point.
+//            not on its place, not on alignment.
 // Numbers    Products of T summed in float on the tensor cores; bias, activation and residual in float.
 //
 // For few rows, up to 64: the weights are read once, and then x, which every block needs, is the limit. So the blocks of
@@ -34,8 +34,13 @@ constexpr int MOST_ROWS = 64;     // of x
 constexpr int ROWS_AT_ONCE = 16;  // rows of x that the tensor cores take
 constexpr int UNIT = 128;         // columns that parts of k are counted in
 constexpr int STEP = 32;          // columns that a warp multiplies at a time
+constexpr int STEP_BYTES = 2 * STEP;
 constexpr int PAD_BYTES = 16;     // between rows of x, or of the weights, in shared memory: no bank conflicts
-constexpr int PITCH_PAD = 8;      // floats between rows of sums, for the same reason
+constexpr int ROW_WARPS = 2;      // warps that divide the rows; the others divide the columns
+constexpr int TILES = MOST_ROWS / ROWS_AT_ONCE / ROW_WARPS;  // of 16 rows, that a warp has
+constexpr int COLS = 4;           // of 8 columns of the result, that a warp has
+constexpr int COLUMNS = WARPS / ROW_WARPS * COLS * 8;  // of a block
+constexpr int PITCH = COLUMNS + 8;  // floats from row to row of sums: no bank conflicts
 constexpr int MOST_RANKS = 8;     // blocks of a cluster
 static_assert(THREADS >= 2 * MOST_ROWS, "a thread for each row of x, and of the weights");
 
@@ -54,14 +59,8 @@ struct Part {
     int begin, columns;
 };
 
-// ROW_WARPS: warps that divide the rows; the others divide the columns. COLS: tiles of 8 columns that a warp has.
-template <typename T, int ROW_WARPS, int COLS>
+template <typename T>
 struct Block {
-    static constexpr int COLUMN_WARPS = WARPS / ROW_WARPS;
-    static constexpr int COLUMNS = COLUMN_WARPS * COLS * 8;  // of the result
-    static constexpr int PITCH = COLUMNS + PITCH_PAD;        // floats from row to row of sums
-    static constexpr int TILES = MOST_ROWS / ROWS_AT_ONCE / ROW_WARPS;  // of 16 rows, that a warp has
-
     const Layer<T>& layer;
     const KvPlaces<T>& kv;
     const int ranks, rank, rows, column;  // rows: of x in whole tiles; column: the block's first
@@ -153,32 +152,53 @@ struct Block {
 
     using Sums = float[TILES][COLS][4];
 
-    // Adds some columns to the warp's sums.
-    __device__ __forceinline__ void multiply(int columns, unsigned x_rows, unsigned weight_rows, int tiles,
-                                             Sums& own) const {
-#pragma unroll 2
-        for (int done = 0; done < columns; done += STEP) {
-            unsigned b[COLS][4];
+    // What a warp multiplies in a step: of each tile of x, and of each 8 rows of the weights.
+    struct Operands {
+        unsigned x[TILES][2][4], weights[COLS][4];
+    };
+
+    __device__ __forceinline__ void load(Operands& to, unsigned x_rows, unsigned weight_rows, int tiles) const {
 #pragma unroll
-            for (int c = 0; c < COLS; ++c) {
-                load_matrices(b[c], weight_rows + c * 8 * pitch);
+        for (int c = 0; c < COLS; ++c) {
+            load_matrices(to.weights[c], weight_rows + c * 8 * pitch);
+        }
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            if (tile < tiles) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    load_matrices(to.x[tile][half], x_rows + tile * ROWS_AT_ONCE * pitch + half * 32);
+                }
             }
+        }
+    }
+
+    __device__ __forceinline__ static void multiply_step(const Operands& with, int tiles, Sums& own) {
 #pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                if (tile < tiles) {
+        for (int tile = 0; tile < TILES; ++tile) {
+            if (tile < tiles) {
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        unsigned a[4];
-                        load_matrices(a, x_rows + tile * ROWS_AT_ONCE * pitch + half * 32);
+                for (int half = 0; half < 2; ++half) {
+                    const unsigned(&x)[4] = with.x[tile][half];
 #pragma unroll
-                        for (int c = 0; c < COLS; ++c) {
-                            multiply_add(own[tile][c], a[0], a[1], a[2], a[3], b[c][2 * half], b[c][2 * half + 1], T{});
-                        }
+                    for (int c = 0; c < COLS; ++c) {
+                        const unsigned(&w)[4] = with.weights[c];
+                        multiply_add(own[tile][c], x[0], x[1], x[2], x[3], w[2 * half], w[2 * half + 1], T{});
                     }
                 }
             }
-            weight_rows += STEP * sizeof(T);
-            x_rows += STEP * sizeof(T);
+        }
+    }
+
+    // Adds some columns to the warp's sums.
+    __device__ __forceinline__ void multiply(int columns, unsigned x_rows, unsigned weight_rows, int tiles,
+                                             Sums& own) const {
+        const int steps = tiles > 0 ? (columns + STEP - 1) / STEP : 0;
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step) {
+            Operands operands;
+            load(operands, x_rows + step * STEP_BYTES, weight_rows + step * STEP_BYTES, tiles);
+            multiply_step(operands, tiles, own);
         }
     }
 
@@ -346,26 +366,15 @@ struct Block {
     }
 };
 
-template <typename T, int ROW_WARPS, int COLS>
-__device__ __forceinline__ void cluster_linear(const Layer<T>& layer, const KvPlaces<T>& kv) {
-    extern __shared__ uint4 memory[];
-    Block<T, ROW_WARPS, COLS>(layer, kv, reinterpret_cast<char*>(memory)).run();
-}
-
-#define ENTRY(T, suffix, row_warps, cols)                                                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) cluster_linear_##suffix(                               \
-        const T* x, const T* weight, const T* bias, T* out, const unsigned long long* spans, const int* positions,  \
-        int rows, int n, int k, long long x_stride, long long out_stride, int activation, int residual,             \
-        int kv_from, long long kv_offset, long long kv_stride) {                                                    \
-        cluster_linear<T, row_warps, cols>(                                                                         \
-            {x, weight, bias, out, rows, n, k, x_stride, out_stride, activation, residual != 0},                    \
-            {spans, positions, kv_from, kv_offset, kv_stride});                                                     \
+#define ENTRY(T, suffix)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) cluster_linear_##suffix(                              \
+        const T* x, const T* weight, const T* bias, T* out, const unsigned long long* spans, const int* positions, \
+        int rows, int n, int k, long long x_stride, long long out_stride, int activation, int residual,            \
+        int kv_from, long long kv_offset, long long kv_stride) {                                                   \
+        extern __shared__ uint4 memory[];                                                                          \
+        const Layer<T> layer = {x, weight, bias, out, rows, n, k, x_stride, out_stride, activation, residual != 0}; \
+        const KvPlaces<T> kv = {spans, positions, kv_from, kv_offset, kv_stride};                                  \
+        Block<T>(layer, kv, reinterpret_cast<char*>(memory)).run();                                                \
     }
-ENTRY(f16, f16, 4, 2)
-ENTRY(f16, f16_64, 2, 2)
-ENTRY(f16, f16_96, 2, 3)
-ENTRY(f16, f16_128, 2, 4)
-ENTRY(bf16, bf16, 4, 2)
-ENTRY(bf16, bf16_64, 2, 2)
-ENTRY(bf16, bf16_96, 2, 3)
-ENTRY(bf16, bf16_128, 2, 4)
+ENTRY(f16, f16)
+ENTRY(bf16, bf16)
