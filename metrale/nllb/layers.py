@@ -18,10 +18,12 @@ from metrale.ops.dense import DTYPES as THIN_DTYPES
 LAYER_NORM_EPS: Final = 1e-5
 """Epsilon of every LayerNorm of the family."""
 
-THIN_ROWS: Final = 16
+THIN_ROWS: Final = 8
+CLUSTER_ROWS: Final = {1024: 64, 2048: 32}
 THIN_WEIGHTS: Final = 1 << 22
-"""Up to so many rows, and so many elements of weights, `metrale.ops.thin_linear` is faster than the library's product;
-for one row `metrale.ops.gemv` always is (measured on an H200; docs/performance.md)."""
+"""For one row `metrale.ops.gemv` is faster than the library's product. Up to so many elements of weights
+`metrale.ops.thin_linear` is, up to `THIN_ROWS`; and past these `metrale.ops.cluster_linear`, up to so many rows by the
+longest that the smaller side of the weights may be (measured on an H200; docs/performance.md)."""
 
 
 class KvPlaces(NamedTuple):
@@ -161,6 +163,9 @@ class Rows:
             return
         if norm is not None:
             self.norm(norm, source)
+        if low_rank is None and self._is_clustered(n, k):
+            self._clustered(source, weights, out, n, k, activation, residual, kv)
+            return
         ops.linear(
             self.gpu,
             source,
@@ -187,6 +192,38 @@ class Rows:
             return False
         return self.count == 1 or (self.count <= THIN_ROWS and n * k <= THIN_WEIGHTS)
 
+    def _is_clustered(self, n: int, k: int) -> bool:
+        if self.shape.dtype not in THIN_DTYPES or n * k > THIN_WEIGHTS or self.gpu.limits().max_cluster == 1:
+            return False
+        return any(min(n, k) <= side and self.count <= rows for side, rows in CLUSTER_ROWS.items())
+
+    def _clustered(
+        self,
+        source: DevicePtr,
+        weights: Dense,
+        out: DevicePtr,
+        n: int,
+        k: int,
+        activation: str,
+        residual: bool,
+        kv: KvPlaces | None,
+    ) -> None:
+        options: dict[str, Any] = {"dtype": self.shape.dtype, "activation": activation, "residual": residual}
+        if kv is not None:
+            options |= self._places(n, kv)
+        options |= {"rows": self.count, "n": n, "k": k, "out_stride": n}
+        ops.cluster_linear(self.gpu, source, weights.weight, weights.bias, out, **options, stream=self.stream)
+
+    def _places(self, n: int, kv: KvPlaces) -> dict[str, Any]:
+        """Return what an op takes that brings its last columns into the KV cache."""
+        return {
+            "spans": kv.spans,
+            "positions": kv.positions,
+            "kv_from": n - kv.width,
+            "kv_offset": kv.offset,
+            "kv_stride": self.shape.kv_width,
+        }
+
     def _thin(
         self,
         source: DevicePtr,
@@ -204,8 +241,7 @@ class Rows:
             source = self.x
             options |= {"gamma": norm.weight, "beta": norm.bias}
         if kv is not None:
-            options |= {"spans": kv.spans, "positions": kv.positions, "kv_from": n - kv.width}
-            options |= {"kv_offset": kv.offset, "kv_stride": self.shape.kv_width}
+            options |= self._places(n, kv)
         options["eps"] = LAYER_NORM_EPS  # without a norm, too: no launch that has a 0.0 is kept by the backend
         if self.count == 1:
             ops.gemv(self.gpu, source, weights.weight, weights.bias, out, n=n, k=k, **options, stream=self.stream)

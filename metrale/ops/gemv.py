@@ -62,8 +62,7 @@ MOST_N: Final = 1 << 30
 _WARPS: Final = 8  # of a block, at most
 _SLICE: Final = 512  # columns whose products a warp sums
 _CHUNK: Final = 256  # columns whose moments a warp forms
-_MANY: Final = 4096  # rows of the weights from which on eight a warp pay
-_LONG: Final = 1 << 23  # elements of weights past which blocks that stay pay
+_LONG: Final = 1 << 23  # elements of weights past which blocks that stay pay, or at least more rows a warp
 _PACK: Final = 8  # elements that a ring's copies are multiples of
 _RING: Final = 3 * 8192 + 128  # bytes of a warp's ring: slots, and a line for their barriers
 _MOST_STAGED: Final = 8192  # columns that the kernel normalises in shared memory
@@ -139,7 +138,7 @@ def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     elif k > _WARPS * _SLICE:
         choice = "4x2"
     else:
-        choice = "8x1" if n >= _MANY else "6x1"
+        choice = "8x1" if n * k > _LONG else "6x1"
     return found[choice]
 
 
@@ -186,7 +185,7 @@ CASES: Final = (
     {"n": 10, "k": 9000, "residual": True},  # weights in several batches
     {"n": 6, "k": 17000, "norm": True},  # more columns than are normalised in shared memory
     {"n": 5, "k": 9001, "norm": True},
-    {"n": 4099, "k": 1024, "norm": True, "activation": "relu"},  # eight rows a warp
+    {"n": 8456, "k": 1004, "norm": True, "activation": "relu"},  # eight rows a warp
     {"n": 8195, "k": 2048, "norm": True},  # through rings, with shares that differ by a row
 )
 

@@ -45,7 +45,7 @@ DENSE_MUTANTS: list[Mutant] = [
         ("if k <= _MOST_STAGED else 0", "if k <= 2 * _MOST_STAGED else 0"),
         ("programmatic=True", "programmatic=False"),
         ("along, _WARPS // along", "along, 1"),
-        ("n >= _MANY", "n > _MANY"),
+        ("n * k > _LONG else", "n * k > 2 * _LONG else"),
         ("(limits.max_shared_bytes - shared) // _RING", "limits.max_shared_bytes // _RING"),
         ("shared + groups * _RING", "shared + _RING"),
         ("and not (variant.ringed and k % _PACK)", ""),
