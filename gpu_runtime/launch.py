@@ -40,8 +40,8 @@ def check_geometry(
     Raises
     ------
     ValueError
-        When an axis, the number of threads, the shared memory or the cluster is past a limit, or the grid is not whole
-        clusters.
+        When an axis, the number of threads, the shared memory or the cluster is past a limit, when the cluster is no
+        power of two, or the grid is not whole clusters.
     """
     blocks = dim3("grid", grid, limits.max_grid)
     most = limits.max_threads_per_block
@@ -49,7 +49,9 @@ def check_geometry(
     if math.prod(threads) > most:
         raise ValueError(f"block: expected at most {most} threads, got {threads}")
     checks.integer("shared_mem", shared_bytes, 0, limits.max_shared_bytes)
-    if checks.integer("cluster", cluster, 1, limits.max_cluster) != 1 and blocks[0] % cluster:
+    if checks.integer("cluster", cluster, 1, limits.max_cluster).bit_count() != 1:
+        raise ValueError(f"cluster: expected a power of two, got {cluster}")
+    if blocks[0] % cluster:
         raise ValueError(f"grid: expected whole clusters of {cluster} blocks along x, got {blocks}")
     return blocks, threads
 

@@ -143,7 +143,7 @@ class CudaBackend(MemoryCalls):
             and packed.types == (*map(type, args),)
             and ((grid is packed.grid and block is packed.block) or packed.fits(grid, block))
             and shared_mem == packed.geometry[6]
-            and type(stream) is type(shared_mem) is int
+            and type(stream) is type(shared_mem) is type(cluster) is int
             and packed.attributes == (programmatic and self._waits, cooperative, cluster)
         ):
             try:

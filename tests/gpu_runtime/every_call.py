@@ -48,6 +48,10 @@ def sound_calls(gpu: GpuBackend) -> dict[str, Call]:
         with gpu.launch_trace():
             launch(gpu, values(ptr, other))
 
+    def in_a_cluster() -> None:
+        most = gpu.limits().max_cluster
+        gpu.launch(handle, most, 32, 0, stream, values(ptr, other), cluster=most)
+
     def strided() -> None:
         steps: dict[str, Any] = {"stride_a": 2, "stride_w": 0, "stride_c": 1}
         gpu.gemm_strided_batched(ptr, ptr, other, 1, 1, 2, 2, **steps, dtype="f32")
@@ -110,6 +114,7 @@ def sound_calls(gpu: GpuBackend) -> dict[str, Call]:
         "launch: a new shape": lambda: gpu.launch(handle, 2, 64, 1024, stream, values(ptr, other)),
         "launch: cooperative": lambda: gpu.launch(handle, 1, 32, 0, stream, values(ptr, other), cooperative=True),
         "launch: programmatic": lambda: gpu.launch(handle, 1, 32, 0, stream, values(ptr, other), programmatic=True),
+        "launch: in a cluster": in_a_cluster,
         "launch: on the legacy stream": lambda: gpu.launch(handle, 1, 32, 0, 1, values(ptr, other)),
         "launch: on the thread's stream": lambda: gpu.launch(handle, 1, 32, 0, 2, values(ptr, other)),
         "debug_sync_kernels": watched,
@@ -229,6 +234,7 @@ def refused_calls(gpu: GpuBackend) -> dict[str, Call]:
         "kernel": lambda: gpu.kernel("toy", "toy_f64"),
         "launch": lambda: gpu.launch(handle, 1, 32, 0, 0, values(ptr, ptr)[:-1]),
         "launch: too many threads": lambda: gpu.launch(handle, 1, 4096, 0, 0, values(ptr, ptr)),
+        "launch: no whole cluster": lambda: gpu.launch(handle, 1, 32, 0, 0, values(ptr, ptr), cluster=2),
         "launch: not aligned": lambda: gpu.launch(handle, 1, 32, 0, 0, values(ptr, ptr + 2)),
         "launch: no such stream": lambda: gpu.launch(handle, 1, 32, 0, bad, values(ptr, ptr)),
         "gemm": lambda: gpu.gemm(ptr, ptr, ptr, 1, 1, 4, dtype="f32"),

@@ -105,6 +105,8 @@ def test_zeros_of_both_signs_are_two_alphas(gpu: GpuBackend) -> None:
         ("shared", 0.0),
         ("stream", False),
         ("stream", 0.0),
+        ("cluster", True),
+        ("cluster", 1.0),
         ("rows", True),
         ("rows", 1.0),
         ("bias", False),
@@ -118,10 +120,11 @@ def test_a_launch_that_is_equal_need_not_be_as_good(gpu: GpuBackend, name: str, 
     handle = gpu.kernel("toy", "toy_f32")
     x, out = upload(gpu, X), upload(gpu, np.zeros_like(X))
     one: Any = (1,) if isinstance(wrong, tuple) else 1
-    sound: dict[str, Any] = {"grid": one, "block": one, "shared": 0, "stream": 0, "rows": 1, "bias": 0, "factor": 1.0}
+    sound: dict[str, Any] = {"grid": one, "block": one, "shared": 0, "stream": 0, "cluster": 1}
+    sound |= {"rows": 1, "bias": 0, "factor": 1.0}
 
-    def run(grid: Any, block: Any, shared: Any, stream: Any, **scalars: Any) -> None:
-        gpu.launch(handle, grid, block, shared, stream, values(x, out, **scalars))
+    def run(grid: Any, block: Any, shared: Any, stream: Any, cluster: Any, **scalars: Any) -> None:
+        gpu.launch(handle, grid, block, shared, stream, values(x, out, **scalars), cluster=cluster)
 
     for _ in range(2):
         with pytest.raises(TypeError):

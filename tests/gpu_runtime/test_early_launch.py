@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Kernels that start before the one ahead has ended: when they do, and that streams and threads may share a launch."""
+"""Launches that ask for more: what the driver is told; when kernels start early; that streams and threads share one."""
 
 from __future__ import annotations
 
@@ -27,6 +27,45 @@ THREADS: Final = 8
 
 def inputs_of(rows: int, width: int) -> dict[str, Any]:
     return dict(OP.make_inputs(np.random.default_rng(rows), "bf16", rows=rows, width=width))
+
+
+@needs_cupy
+@pytest.mark.parametrize(
+    ("attributes", "expected"),
+    [
+        ((True, False, 1), {"PROGRAMMATIC_STREAM_SERIALIZATION": 1}),
+        ((False, True, 1), {"COOPERATIVE": 1}),
+        ((False, False, 4), {"CLUSTER_DIMENSION": (4, 1, 1)}),
+        ((True, False, 8), {"PROGRAMMATIC_STREAM_SERIALIZATION": 1, "CLUSTER_DIMENSION": (8, 1, 1)}),
+        (
+            (True, True, 2),
+            {"PROGRAMMATIC_STREAM_SERIALIZATION": 1, "COOPERATIVE": 1, "CLUSTER_DIMENSION": (2, 1, 1)},
+        ),
+    ],
+)
+def test_the_driver_is_told_what_a_launch_asks_for(attributes: tuple[Any, ...], expected: dict[str, Any]) -> None:
+    from cuda.bindings import driver as bindings
+
+    from gpu_runtime.cuda import kernels
+
+    told: list[dict[str, Any]] = []
+
+    def record(config: Any, *_: Any) -> tuple[Any]:
+        found = {}
+        for one in config.attrs[: config.numAttrs]:
+            name, value = one.id.name.removeprefix("CU_LAUNCH_ATTRIBUTE_"), one.value
+            found[name] = {
+                "PROGRAMMATIC_STREAM_SERIALIZATION": value.programmaticStreamSerializationAllowed,
+                "COOPERATIVE": value.cooperative,
+                "CLUSTER_DIMENSION": (value.clusterDim.x, value.clusterDim.y, value.clusterDim.z),
+            }[name]
+        told.append(found)
+        return (bindings.CUresult.CUDA_SUCCESS,)
+
+    recording = SimpleNamespace(**{**vars(bindings), "cuLaunchKernelEx": record})
+    with patch.object(kernels, "bindings", recording):
+        kernels.ExtendedLaunch(0x5000, GEOMETRY, kernels.Attributes(*attributes))(16, 0, 0)
+    assert told == [expected]
 
 
 @needs_cupy
