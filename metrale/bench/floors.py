@@ -125,7 +125,8 @@ class Call:
             from metrale.ops.linear import ACTIVATION_NAMES
 
             after = "" if not dims["activation"] else f" {ACTIVATION_NAMES[dims['activation']]}"
-            normed = " normed" if name != "linear" and self.value("gamma") else ""
+            may_norm = any(arg.name == "gamma" for arg in self.spec.args)
+            normed = " normed" if may_norm and self.value("gamma") else ""
             kept = " to kv" if self.spec.indirect and self.value("spans") else ""
             return f"{name} {dims['n']}x{dims['k']}{normed}{after}{' +=' if dims['residual'] else ''}{kept}"
         if name == "decode_attention":

@@ -77,6 +77,10 @@ LORA: dict[str, Any] = {"rows": 4, "segments": 2, "room": 16, "adapter_count": 3
             Cost(2 * (8 * 16 + 8 + 2 * 16), 2 * (3 * 16 + 3 * 8), 0, 2 * 3 * 8 * 16),
         ),
         (
+            call("cluster_linear", rows=3, n=8, k=16, kv_from=3, residual=0),  # five columns go into the KV cache
+            Cost(2 * (8 * 16 + 8), 2 * (3 * 16 + 3 * 3) + 3 * (8 + 4), 2 * 3 * 5, 2 * 3 * 8 * 16),
+        ),
+        (
             call("gemv", n=8, k=16, kv_from=8, spans=0, positions=0),
             Cost(2 * (8 * 16 + 8 + 2 * 16), 2 * (16 + 8), 0, 2 * 8 * 16),
         ),
@@ -214,6 +218,7 @@ def test_the_floor_is_the_longer_of_moving_and_computing() -> None:
         (call("linear", **LINEAR, activation=1), "linear 8x16 relu"),
         (call("linear", **LINEAR, residual=1), "linear 8x16 +="),
         (call("thin_linear", rows=3, n=8, k=16, spans=0), "thin_linear 8x16 normed"),
+        (call("cluster_linear", rows=3, n=8, k=16, spans=0, residual=1), "cluster_linear 8x16 +="),
         (call("gemv", n=8, k=16, gamma=0, spans=0, activation=1), "gemv 8x16 relu"),
         (call("gemv", n=8, k=16), "gemv 8x16 normed to kv"),
         (call("decode_attention", **ATTENTION, q_stride=96), "decode_attention self"),

@@ -3,27 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import pytest
 
-from gpu_runtime import GpuBackend, dtypes
+from gpu_runtime import GpuBackend
 from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.launch import check_geometry
 from gpu_runtime.limits import MINIMUM
-from metrale.ops import gemv, kv_scatter, layer_norm, linear
+from metrale.ops import gemv
 from metrale.ops.gemv import MOST_N, OP, VARIANTS, plan, plans, shape, shared_bytes
-from metrale.ops.linear import ACTIVATION_NAMES, scratch_bytes
+from metrale.ops.linear import ACTIVATION_NAMES
 from tests.backends import cuda_only, host_only
-from tests.ops.harness import Launched, both_ways, download, upload
+from tests.ops import dense_layers
+from tests.ops.dense_layers import DECODER, REFUSED, REFUSED_NORMS, drawn
+from tests.ops.harness import Launched, both_ways, upload
 from tests.ops.oracles import ORACLES
 from tests.ops.test_conformance import close
-
-DECODER: Final = [(n * d, k * d) for d in (1024, 2048) for n, k in ((3, 1), (1, 1), (4, 1), (1, 4))]
-"""n and k of the layers of NLLB's decoders."""
 
 HEADS: Final = [(256256, 1024), (256256, 2048), (128128, 1024)]
 """Of their output heads, and that of M2M-100."""
@@ -31,59 +30,16 @@ HEADS: Final = [(256256, 1024), (256256, 2048), (128128, 1024)]
 LARGE: Final = replace(MINIMUM, sm_count=132, max_shared_bytes=227 * 1024, compute_capability=(9, 0))
 
 
-def drawn(dtype: str, n: int, k: int, **options: Any) -> dict[str, Any]:
-    return dict(OP.make_inputs(np.random.default_rng(n + k), dtype, n=n, k=k, **options))
-
-
 @pytest.mark.parametrize("dtype", OP.spec.dtypes)
 @pytest.mark.parametrize("activation", [*ACTIVATION_NAMES, "residual"])
 def test_it_is_layer_norm_followed_by_linear(gpu: GpuBackend, dtype: str, activation: str) -> None:
-    """To the bit on the host, which runs the same references; to the op's tolerance on a GPU."""
-    n, k = 40, 72
-    residual, activation = activation == "residual", "none" if activation == "residual" else activation
-    v = drawn(dtype, n, k, norm=True, residual=residual)
-    x, gamma, beta, weight, bias = (upload(gpu, v[name]) for name in ("x", "gamma", "beta", "weight", "bias"))
-    h, apart, out = upload(gpu, np.zeros_like(v["x"])), upload(gpu, v["out"]), upload(gpu, v["out"])
-    space = scratch_bytes(1, n, k, dtype, activation)
-    workspace = gpu.alloc(space) if space else 0
-    sizes: Any = {"n": n, "k": k, "dtype": dtype, "activation": activation, "residual": residual}
-    layer_norm(gpu, x, gamma, beta, h, rows=1, width=k, eps=v["eps"], dtype=dtype)
-    linear(gpu, h, weight, bias, apart, rows=1, **sizes, workspace=workspace, workspace_bytes=space)
-    gemv(gpu, x, weight, bias, out, **sizes, gamma=gamma, beta=beta, eps=v["eps"])
-    gpu.synchronize()
-    found, expected = download(gpu, out, v["out"]), download(gpu, apart, v["out"])
-    assert (found != v["out"]).any()
-    if gpu.kind() == "host":
-        assert found.tobytes() == expected.tobytes()
-    else:  # both are rounded
-        close(found, expected, 2 * OP.spec.tolerance.of(dtype), "out")
+    dense_layers.check_beside_linear(gpu, OP, gemv, dtype, activation, n=40, k=72, norm=True)
 
 
 @pytest.mark.parametrize("dtype", OP.spec.dtypes)
 @pytest.mark.parametrize("kv_from", [0, 8, 23, 24])
 def test_in_place_is_a_product_and_a_copy_to_the_bit(gpu: GpuBackend, dtype: str, kv_from: int) -> None:
-    """And not a byte beside it is written: neither of ``out`` nor of the span."""
-    n, k, depth, position, stride, offset = 24, 320, 4, 2, 40, 5
-    v = drawn(dtype, n, k, norm=True)
-    x, gamma, beta, weight, bias = (upload(gpu, v[name]) for name in ("x", "gamma", "beta", "weight", "bias"))
-    item = dtypes.itemsize(dtype)
-    span = np.arange(depth * stride).astype(dtypes.NUMPY[dtype])
-    whole, out = upload(gpu, v["out"]), upload(gpu, v["out"])
-    here, there = upload(gpu, span), upload(gpu, span)
-    positions = upload(gpu, np.array([position], np.int32))
-    spans = [upload(gpu, np.array([int(one)], np.uint64)) for one in (here, there)]
-    sizes: Any = {"n": n, "k": k, "dtype": dtype, "gamma": gamma, "beta": beta, "eps": 1e-5}
-    gemv(gpu, x, weight, bias, whole, **sizes)
-    if kv_from < n:
-        place: Any = {"rows": 1, "width": n - kv_from, "src_stride": n, "offset": offset, "kv_stride": stride}
-        kv_scatter(gpu, int(whole) + kv_from * item, spans[0], positions, **place, dtype=dtype)
-    in_place: Any = {"spans": spans[1], "positions": positions, "kv_from": kv_from}
-    gemv(gpu, x, weight, bias, out, **sizes, **in_place, kv_offset=offset, kv_stride=stride)
-    gpu.synchronize()
-    assert download(gpu, there, span).tobytes() == download(gpu, here, span).tobytes()
-    found, expected = download(gpu, out, v["out"]), download(gpu, whole, v["out"])
-    assert found[:kv_from].tobytes() == expected[:kv_from].tobytes()
-    assert found[kv_from:].tobytes() == v["out"][kv_from:].tobytes()
+    dense_layers.check_in_place(gpu, OP, gemv, dtype, kv_from, n=24, k=320, norm=True)
 
 
 def test_columns_before_those_in_place_are_all_that_out_has() -> None:
@@ -93,7 +49,7 @@ def test_columns_before_those_in_place_are_all_that_out_has() -> None:
 
 @host_only
 def test_a_span_that_is_too_short_is_refused(gpu: GpuBackend) -> None:
-    v = drawn("f16", 8, 16)
+    v = drawn(OP, "f16", n=8, k=16)
     x, weight, bias, out = (upload(gpu, v[name]) for name in ("x", "weight", "bias", "out"))
     span = gpu.alloc(2 * 8)
     tables = upload(gpu, np.array([int(span)], np.uint64)), upload(gpu, np.array([1], np.int32))
@@ -102,36 +58,9 @@ def test_a_span_that_is_too_short_is_refused(gpu: GpuBackend) -> None:
         gemv(gpu, x, weight, bias, out, n=8, k=16, dtype="f16", **in_place)
 
 
-REFUSED: Final[list[tuple[str, dict[str, Any]]]] = [
-    (r"activation: expected one of \('none', .*, got 'tanh'", {"activation": "tanh"}),
-    (
-        "activation: expected 'none' together with residual, got 'relu'",
-        {"activation": "relu", "residual": True},
-    ),
-    ("beta: expected an address, as gamma has one, got NULL", {"gamma": 64}),
-    ("gamma: expected an address, as beta has one, got NULL", {"beta": 64}),
-    ("positions: expected an address, as spans has one, got NULL", {"spans": 64}),
-    ("spans: expected an address, as positions has one, got NULL", {"positions": 64}),
-    ("kv_from: expected .*8.* got 4", {"kv_from": 4}),
-    ("kv_from: expected .*8.* got 9", {"kv_from": 9, "spans": 64, "positions": 64}),
-    ("kv_from: expected .*8.* got -1", {"kv_from": -1, "spans": 64, "positions": 64}),
-    (
-        "spans: expected neither residual nor an activation with them, got residual",
-        {"residual": True, "spans": 64, "positions": 64},
-    ),
-    (
-        "spans: expected neither residual nor an activation with them, got 'relu'",
-        {"activation": "relu", "spans": 64, "positions": 64},
-    ),
-    ("k: expected at most 16777216, got 16777224", {"k": (1 << 24) + 8}),
-    (f"n: expected at most {MOST_N}, got {MOST_N + 1}", {"n": MOST_N + 1}),
-]
-
-
-@pytest.mark.parametrize(("message", "options"), REFUSED)
-def test_what_is_refused(gpu: GpuBackend, message: str, options: Mapping[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"gemv: {message}"):
-        gemv(gpu, 64, 64, 64, 64, **{"n": 8, "k": 8, "dtype": "f16", **options})
+def test_what_is_refused(gpu: GpuBackend) -> None:
+    longer = (f"n: expected at most {MOST_N}, got {MOST_N + 1}", {"n": MOST_N + 1})
+    dense_layers.check_refusals(gpu, OP, gemv, [*REFUSED, *REFUSED_NORMS, longer])
 
 
 @pytest.mark.parametrize(("n", "k"), [*DECODER, *HEADS, (1, 1), (8, 33), (5000, 500), (16, 100_000), (40, 1 << 24)])
@@ -222,7 +151,7 @@ def ways(gpu: GpuBackend, dtype: str, values: dict[str, Any]) -> Iterator[Launch
 @cuda_only
 @pytest.mark.parametrize(("dtype", "sizes"), SIZES)
 def test_every_plan_is_right_and_has_the_same_bits(gpu: GpuBackend, dtype: str, sizes: dict[str, Any]) -> None:
-    values = drawn(dtype, **sizes)
+    values = drawn(OP, dtype, **sizes)
     exact, seen = ORACLES["gemv"](values), set()
     for launched in ways(gpu, dtype, values):
         found = launched.all(values)
@@ -237,7 +166,7 @@ def test_every_plan_is_right_and_has_the_same_bits(gpu: GpuBackend, dtype: str, 
 @pytest.mark.parametrize(("dtype", "sizes"), APART)
 def test_an_element_does_not_depend_on_those_beside_it(gpu: GpuBackend, dtype: str, sizes: dict[str, Any]) -> None:
     """With other rows of the weights beside its own, sound or not, it has the same bits."""
-    values = drawn(dtype, **sizes)
+    values = drawn(OP, dtype, **sizes)
     for launched in ways(gpu, dtype, values):
         whole = launched(values)
         for begin, end in ((0, 1), (1, 4), (3, sizes["n"])):
@@ -260,7 +189,7 @@ def test_an_element_does_not_depend_on_those_beside_it(gpu: GpuBackend, dtype: s
 @pytest.mark.parametrize(("n", "k"), [(301, 1024), (259, 2048), (170, 520), (133, 8)])
 def test_rings_have_the_same_bits_whoever_shares_the_rows(gpu: GpuBackend, dtype: str, n: int, k: int) -> None:
     """Any number of blocks and of warps: with few of them a warp has many times what its ring holds."""
-    values = drawn(dtype, n, k, norm=True)
+    values = drawn(OP, dtype, n=n, k=k, norm=True)
     every = plans({"n": n, "k": k}, dtype, gpu.limits())
     expected = Launched(OP, gpu, dtype, every["6x1"])(values)
     close(expected, ORACLES["gemv"](values)["out"], OP.spec.tolerance.of(dtype), "out")
@@ -275,43 +204,9 @@ def test_rings_have_the_same_bits_whoever_shares_the_rows(gpu: GpuBackend, dtype
 @cuda_only
 @pytest.mark.parametrize(("dtype", "sizes"), SIZES)
 def test_alignment_does_not_change_bits(gpu: GpuBackend, dtype: str, sizes: dict[str, Any]) -> None:
-    """Addresses an element past a multiple of 16 bytes are read element by element."""
-    v = drawn(dtype, **{**sizes, "kv": 0})
-    item = dtypes.itemsize(dtype)
-
-    def result(moved: str) -> bytes:
-        at = {}
-        for name in ("x", "gamma", "beta", "weight", "bias", "out"):
-            array = v[name]
-            if array is not None:
-                shift = int(name == moved)
-                at[name] = int(upload(gpu, np.concatenate([array.ravel()[:shift], array.ravel()]))) + shift * item
-        tensors = [at.get(arg.name, 0) for arg in OP.spec.args if arg.is_pointer]
-        OP.launch(gpu, dtype, [*tensors, *(v[arg.name] for arg in OP.spec.args if not arg.is_pointer)])
-        gpu.synchronize()
-        return download(gpu, at["out"], v["out"]).tobytes()
-
-    assert len({result(name) for name in ("", "x", "gamma", "beta", "weight", "bias", "out")}) == 1
-    gpu.sweep_unreleased()
+    dense_layers.check_moved(gpu, OP, dtype, drawn(OP, dtype, **{**sizes, "kv": 0}))
 
 
 @cuda_only
 def test_a_chain_of_layers_that_start_early_is_in_order(gpu: GpuBackend) -> None:
-    """Each reads what the one ahead wrote, many times over, without a wait between them."""
-    d, steps, dtype = 1024, 40, "bf16"
-    v = drawn(dtype, d, d, norm=True)
-    x, gamma, beta, weight, bias = (upload(gpu, v[name]) for name in ("x", "gamma", "beta", "weight", "bias"))
-    sizes: Any = {"n": d, "k": d, "dtype": dtype, "gamma": gamma, "beta": beta, "eps": 1e-5}
-
-    def result(wait: bool) -> bytes:
-        ends = [gpu.alloc(v["x"].nbytes), gpu.alloc(v["x"].nbytes)]
-        gpu.copy_d2d(x, ends[0], v["x"].nbytes)
-        for step in range(steps):
-            gemv(gpu, ends[step % 2], weight, bias, ends[1 - step % 2], **sizes)
-            if wait:
-                gpu.synchronize()
-        gpu.synchronize()
-        return download(gpu, ends[steps % 2], v["x"]).tobytes()
-
-    apart = result(wait=True)
-    assert all(result(wait=False) == apart for _ in range(20))
+    dense_layers.check_chain(gpu, OP, gemv, "bf16", 1024, norm=True)
