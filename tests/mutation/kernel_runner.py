@@ -27,6 +27,7 @@ from gpu_runtime import kernel_source
 from gpu_runtime.op import REGISTRY, Op, OpRegistry
 from tests.mutation.attention_mutants import ATTENTION_MUTANTS
 from tests.mutation.beam_mutants import BEAM_KERNEL_MUTANTS
+from tests.mutation.dense_kernel_mutants import DENSE_KERNEL_MUTANTS
 from tests.mutation.kernel_mutants import KERNEL_MUTANTS
 from tests.mutation.mutant import ROOT
 
@@ -84,7 +85,12 @@ def ops_by_name() -> dict[str, Op]:
 
 def kernel_mutants() -> list[KernelMutant]:
     """Return every mutant of a kernel."""
-    tables: Mapping[str, Any] = {**KERNEL_MUTANTS, **ATTENTION_MUTANTS, **BEAM_KERNEL_MUTANTS}
+    tables: Mapping[str, Any] = {
+        **KERNEL_MUTANTS,
+        **DENSE_KERNEL_MUTANTS,
+        **ATTENTION_MUTANTS,
+        **BEAM_KERNEL_MUTANTS,
+    }
     return [KernelMutant(name, old, new) for name, changes in tables.items() for old, new in changes]
 
 
