@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The dense layers of a decode step by `thin_linear`, in every plan, beside layer_norm and the library's product.
+"""The dense layers of a decode step by kernels of ours, in every plan, beside layer_norm and the library's product.
 
-One row goes through every plan of `gemv`, too; its names begin with "gemv". The output head is one of the layers; a
-step has it by the library's product where there is more than one row.
+Plans of `thin_linear` are named by entry point and warps, those of `cluster_linear` begin with "cluster" and have the
+size of one, with a launch of layer_norm ahead where the layer has a norm. One row goes through every plan of `gemv`,
+too; its names begin with "gemv". The output head is one of the layers; a step has it by the library's product where
+there is more than one row.
 
     python -m benchmarks.thin_linear --out thin_linear.json
 
@@ -30,10 +32,14 @@ import numpy as np
 from gpu_runtime import GpuBackend, LaunchPlan, Op, dtypes
 from metrale.bench.machine import describe
 from metrale.bench.timing import Clock, open_device, random_buffer
+from metrale.ops.cluster_linear import OP as CLUSTER
+from metrale.ops.cluster_linear import plan as cluster_plan
+from metrale.ops.cluster_linear import plans as cluster_plans
 from metrale.ops.gemv import OP as GEMV
 from metrale.ops.gemv import plan as gemv_plan
 from metrale.ops.gemv import plans as gemv_plans
 from metrale.ops.layer_norm import OP as LAYER_NORM
+from metrale.ops.layer_norm import plan as layer_norm_plan
 from metrale.ops.linear import ACTIVATION_NAMES
 from metrale.ops.linear import OP as LINEAR
 from metrale.ops.thin_linear import OP, plan, plans
@@ -82,6 +88,11 @@ class Way:
     how: LaunchPlan
 
 
+def norms(op: Op) -> bool:
+    """Return whether the op has a LayerNorm."""
+    return any(arg.name == "gamma" for arg in op.spec.args)
+
+
 class Bench:
     """One layer's memory on the device: weights in several copies, and x, out and the like for the most rows."""
 
@@ -115,7 +126,7 @@ class Bench:
         layer = self.layer
         activation, residual = self._options()
         named = {
-            "x": self.x,
+            "x": self.x if norms(op) or not layer.norm else self.h,
             "gamma": self.gamma if layer.norm else 0,
             "beta": self.beta if layer.norm else 0,
             "weight": self.weight + copy * self.weight_bytes,
@@ -133,24 +144,31 @@ class Bench:
         }
         return tuple(named.get(arg.name, 0) for arg in op.spec.args)  # nothing goes into a KV cache
 
-    def thin(self, rows: int, way: Way, programmatic: bool) -> Callable[[int], None]:
-        """Return what enqueues the layer once with each copy of the weights."""
-        how = way.how
-        handle = self.gpu.kernel(way.op.spec.name, how.entry)
-        calls = [self.values(way.op, rows, copy) for copy in range(self.copies)]
+    def _normed(self, rows: int) -> tuple[Any, ...]:
+        """Return the arguments of the LayerNorm, which leaves its result in ``h``."""
+        return self.x, self.gamma, self.beta, self.h, rows, self.layer.k, EPS
+
+    def ours(self, rows: int, way: Way, programmatic: bool, copies: int) -> Callable[[int], None]:
+        """Return what enqueues the layer once with each of the first copies of the weights."""
+        calls = []
+        for copy in range(copies):
+            if self.layer.norm and not norms(way.op):
+                dims = {"rows": rows, "width": self.layer.k}
+                calls.append((LAYER_NORM, layer_norm_plan(dims, self.dtype, self.gpu.limits()), self._normed(rows)))
+            calls.append((way.op, way.how, self.values(way.op, rows, copy)))
+        launches = [(self.gpu.kernel(op.spec.name, how.entry), how, values) for op, how, values in calls]
 
         def enqueue(stream: int) -> None:
-            for values in calls:
-                self.gpu.launch(
-                    handle, how.grid, how.block, how.shared_bytes, stream, values, programmatic=programmatic
-                )
+            for handle, how, values in launches:
+                options: Any = {"programmatic": programmatic, "cluster": how.cluster}
+                self.gpu.launch(handle, how.grid, how.block, how.shared_bytes, stream, values, **options)
 
         return enqueue
 
     def library(self, rows: int, norm: bool) -> Callable[[int], None]:
         """Return the same by the library's product, with the LayerNorm ahead of it or without."""
         layer = self.layer
-        normed = (self.x, self.gamma, self.beta, self.h, rows, layer.k, EPS)
+        normed = self._normed(rows)
         sizes = (rows, layer.n, layer.k, layer.k, layer.n, *self._options(), self.workspace, self.workspace_bytes)
 
         def enqueue(stream: int) -> None:
@@ -167,15 +185,19 @@ class Bench:
         dims = {"rows": rows, "n": self.layer.n, "k": self.layer.k}
         given = (dims, self.dtype, self.gpu.limits())
         found = {f"{name or 'streamed'} {warps}w": Way(OP, how) for (name, warps), how in plans(*given).items()}
+        found |= {f"cluster {size}": Way(CLUSTER, how) for size, how in cluster_plans(*given).items()}
         if rows == 1:
             found |= {f"gemv {name or 'streamed'}": Way(GEMV, how) for name, how in gemv_plans(*given).items()}
         return found
 
-    def chosen(self, rows: int) -> str:
-        """Return the name of the plan that the op chooses, for one row that of `gemv`."""
+    def chosen(self, rows: int) -> tuple[str, str]:
+        """Return the names of the plans that `thin_linear`, or for one row `gemv`, and `cluster_linear` choose."""
         dims = {"rows": rows, "n": self.layer.n, "k": self.layer.k}
-        best = (gemv_plan if rows == 1 else plan)(dims, self.dtype, self.gpu.limits())
-        return next(name for name, way in self.ways(rows).items() if way.how == best)
+        thin, cluster = (
+            choose(dims, self.dtype, self.gpu.limits()) for choose in (gemv_plan if rows == 1 else plan, cluster_plan)
+        )
+        names = {way.how: name for name, way in self.ways(rows).items()}
+        return names[thin], names[cluster]
 
     # results
 
@@ -186,9 +208,7 @@ class Bench:
 
     def _result(self, rows: int, before: Array, way: Way) -> Array:
         self.gpu.copy_h2d(before, self.out)
-        how = way.how
-        handle = self.gpu.kernel(way.op.spec.name, how.entry)
-        self.gpu.launch(handle, how.grid, how.block, how.shared_bytes, 0, self.values(way.op, rows, 0))
+        self.ours(rows, way, programmatic=False, copies=1)(0)
         self.gpu.synchronize()
         return self._host(self.out, rows, self.layer.n)
 
@@ -224,7 +244,7 @@ class Bench:
             if one and seen.setdefault(whole.tobytes(), name) != next(iter(seen.values())):
                 yield f"{what}, {name}: other bits than {next(iter(seen.values()))}"
             for rows in () if one else (1, 5, 8, 16, 33):
-                if self._result(rows, before, way).tobytes() != whole[:rows].tobytes():
+                if self._result(rows, before, self.ways(rows)[name]).tobytes() != whole[:rows].tobytes():
                     yield f"{what}, {name}: other bits among {rows} rows than among {most}"
         self.gpu.copy_h2d(before, self.out)
 
@@ -238,19 +258,22 @@ def measure(bench: Bench, clock: Clock, rows: int, repeats: int) -> dict[str, An
     found: dict[str, Any] = {"library_us": us(bench.library(rows, norm=False))}
     if bench.layer.norm:
         found["layer_norm_library_us"] = us(bench.library(rows, norm=True))
-    found["chosen"] = bench.chosen(rows)
-    found["thin_us"] = {name: us(bench.thin(rows, way, False)) for name, way in bench.ways(rows).items()}
-    found["thin_programmatic_us"] = {name: us(bench.thin(rows, way, True)) for name, way in bench.ways(rows).items()}
+    found["chosen"], found["chosen_cluster"] = bench.chosen(rows)
+    for kind, programmatic in (("thin_us", False), ("thin_programmatic_us", True)):
+        found[kind] = {
+            name: us(bench.ours(rows, way, programmatic, bench.copies)) for name, way in bench.ways(rows).items()
+        }
     return found
 
 
 def line(layer: Layer, rows: int, case: dict[str, Any]) -> str:
-    """Return a line of the table: the library, and the best plan in both ways of launching."""
+    """Return a line of the table: the library, and the chosen and the best plans in both ways of launching."""
     library = case.get("layer_norm_library_us", case["library_us"])
     cells = [f"{layer.name:8s} {layer.n:6d}x{layer.k:<5d} {rows:4d} {library:9.2f}"]
     for kind in ("thin_us", "thin_programmatic_us"):
         best = min(case[kind], key=case[kind].get)
-        cells.append(f"{case[kind][case['chosen']]:8.2f} {case[kind][best]:8.2f} ({best:12s})")
+        thin, cluster = (case[kind][case[choice]] for choice in ("chosen", "chosen_cluster"))
+        cells.append(f"{thin:8.2f} {cluster:8.2f} {case[kind][best]:8.2f} ({best:12s})")
     return " | ".join(cells)
 
 
@@ -265,7 +288,7 @@ def run(gpu: GpuBackend, options: argparse.Namespace) -> dict[str, Any]:
         "problems": [],
     }
     clock = Clock(gpu)
-    print("layer            n x k   rows   library | thin: chosen, best plan | the same, programmatic", flush=True)
+    print("layer            n x k   rows   library | chosen: thin, cluster; best | the same, programmatic", flush=True)
     every = (layer for width in WIDTHS[gpu.kind()] for layer in layers(width, HEAD_ROWS[gpu.kind()]))
     for layer in (layer for layer in every if options.layers is None or layer.name in options.layers):
         with ExitStack() as undo:
