@@ -9,11 +9,8 @@
 #ifndef METRALE_PIECE_RING_CUH
 #define METRALE_PIECE_RING_CUH
 
+#include "common/bulk.cuh"
 #include "common/reduce.cuh"
-
-__device__ __forceinline__ unsigned shared_address(const void* place) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(place));
-}
 
 // The hint with which copies are marked.
 __device__ __forceinline__ unsigned long long evict_first() {
@@ -36,24 +33,12 @@ __device__ __forceinline__ void show_to_copies() {
 
 __device__ __forceinline__ void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier,
                                           unsigned long long policy) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    expect_bytes(barrier, bytes);
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
             to),
         "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
-}
-
-// Returns when the turn has ended, an even one with parity 0; at once when it is not the one under way, but the last.
-__device__ __forceinline__ void wait_for_turn(unsigned barrier, unsigned parity) {
-    unsigned ended;
-    do {
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-            : "=r"(ended)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (ended == 0);
 }
 
 #else
@@ -114,7 +99,7 @@ struct PieceRing {
     // The oldest piece, when it is there.
     __device__ __forceinline__ const unsigned char* wait() const {
 #if __CUDA_ARCH__ >= 900
-        wait_for_turn(barrier(oldest), parity);
+        wait_for_bytes(barrier(oldest), parity);
 #else
         wait_for_groups<SLOTS - 1>();
         __syncwarp();  // the other lanes' packs have come as well
