@@ -34,7 +34,7 @@ from metrale.ops.gemv import OP as GEMV
 from metrale.ops.gemv import plan as gemv_plan
 from metrale.ops.gemv import plans as gemv_plans
 from metrale.ops.layer_norm import OP as LAYER_NORM
-from metrale.ops.linear import ACTIVATION_NAMES
+from metrale.ops.linear import ACTIVATION_NAMES, ANY
 from metrale.ops.linear import OP as LINEAR
 from metrale.ops.thin_linear import OP, plan, plans
 
@@ -151,7 +151,8 @@ class Bench:
         """Return the same by the library's product, with the LayerNorm ahead of it or without."""
         layer = self.layer
         normed = (self.x, self.gamma, self.beta, self.h, rows, layer.k, EPS)
-        sizes = (rows, layer.n, layer.k, layer.k, layer.n, *self._options(), self.workspace, self.workspace_bytes)
+        space = (self.workspace, self.workspace_bytes)
+        sizes = (rows, layer.n, layer.k, layer.k, layer.n, *self._options(), *space, ANY)
 
         def enqueue(stream: int) -> None:
             for copy in range(self.copies):
