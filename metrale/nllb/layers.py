@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Self
 
@@ -14,6 +15,7 @@ from metrale.nllb.device_weights import Dense, LowRank
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.workspace import GemmSpace, Workspace
 from metrale.ops.dense import DTYPES as THIN_DTYPES
+from metrale.ops.thin_linear import MOST_ROWS
 
 LAYER_NORM_EPS: Final = 1e-5
 """Epsilon of every LayerNorm of the family."""
@@ -24,6 +26,15 @@ THIN_WEIGHTS: Final = 1 << 22
 """For one row `metrale.ops.gemv` is faster than the library's product. Up to so many elements of weights
 `metrale.ops.thin_linear` is, up to `THIN_ROWS`; and past these `metrale.ops.cluster_linear`, up to so many rows by the
 longest that the smaller side of the weights may be (measured on an H200; docs/performance.md)."""
+
+PINNED: Final = 0
+"""The library's algorithm where a row's bits must be its own: the best for the one shape there is then."""
+
+
+def launches(count: int) -> Iterator[tuple[int, int]]:
+    """Yield the first row, and how many, of each launch for ``count`` rows whose bits must be their own."""
+    for first in range(0, count, MOST_ROWS):
+        yield first, min(MOST_ROWS, count - first)
 
 
 class KvPlaces(NamedTuple):
@@ -67,6 +78,8 @@ class Rows:
         What adapters' products hold between their two halves, float32; NULL in a model without room for adapters.
     adapters : DevicePtr
         The slot of each row's adapter, int32 ``[count]``, -1 for none; NULL when no row has one.
+    invariant : bool
+        Whether a row has the same bits whatever the others are. Buffers have room for `ModelShape.product_rows` then.
     """
 
     gpu: GpuBackend
@@ -79,6 +92,7 @@ class Rows:
     stream: StreamLike
     low: DevicePtr
     adapters: DevicePtr = DevicePtr.NULL
+    invariant: bool = False
 
     @classmethod
     def of(
@@ -87,7 +101,8 @@ class Rows:
         """Return the activations of one side of the model (``"encoder"``, ``"prefix"`` or ``"decoder"``)."""
         x, h, wide = (space[f"{side}.{name}"] for name in ("x", "h", "wide"))
         low = space[f"{side}.low"] if shape.limits.max_adapters else DevicePtr.NULL
-        return cls(gpu, shape, x, h, wide, space.gemm[side], count, stream, low)
+        invariant = shape.batch_invariant and side != "encoder"  # whose passes are of one source each
+        return cls(gpu, shape, x, h, wide, space.gemm[side], count, stream, low, invariant=invariant)
 
     def adapted(self, column: DevicePtr, some: bool) -> Self:
         """Return the rows with their adapters, whose slots the device finds at ``column``, if ``some`` have one.
@@ -163,25 +178,14 @@ class Rows:
             return
         if norm is not None:
             self.norm(norm, source)
-        if low_rank is None and self._is_clustered(n, k):
+        first = activation if low_rank is None else "none"
+        if self.invariant and self._is_thin(n, k):
+            self._thin(source, weights, out, n, k, None, first, residual, None)
+        elif low_rank is None and self._is_clustered(n, k):
             self._clustered(source, weights, out, n, k, activation, residual, kv)
             return
-        ops.linear(
-            self.gpu,
-            source,
-            weights.weight,
-            weights.bias,
-            out,
-            rows=self.count,
-            n=n,
-            k=k,
-            dtype=self.shape.dtype,
-            activation=activation if low_rank is None else "none",
-            residual=residual,
-            workspace=self.gemm.workspace,
-            workspace_bytes=self.gemm.workspace_bytes,
-            stream=self.stream,
-        )
+        else:
+            self._multiply(source, weights, out, n, k, first, residual)
         if low_rank is not None:
             self._add_low_rank(source, low_rank, out, k, activation)
         if kv is not None:
@@ -190,7 +194,31 @@ class Rows:
     def _is_thin(self, n: int, k: int) -> bool:
         if self.shape.dtype not in THIN_DTYPES:
             return False
-        return self.count == 1 or (self.count <= THIN_ROWS and n * k <= THIN_WEIGHTS)
+        return self.invariant or self.count == 1 or (self.count <= THIN_ROWS and n * k <= THIN_WEIGHTS)
+
+    def _multiply(
+        self, source: DevicePtr, weights: Dense, out: DevicePtr, n: int, k: int, activation: str, residual: bool
+    ) -> None:
+        """Multiply by the library: all rows at once, or as many at a time as make a row's bits its own."""
+        size = self.shape.itemsize
+        for first, count in launches(self.count) if self.invariant else [(0, self.count)]:
+            ops.linear(
+                self.gpu,
+                source.offset(first * k * size),
+                weights.weight,
+                weights.bias,
+                out.offset(first * n * size),
+                rows=self.shape.product_rows(count) if self.invariant else count,
+                n=n,
+                k=k,
+                dtype=self.shape.dtype,
+                activation=activation,
+                residual=residual,
+                workspace=self.gemm.workspace,
+                workspace_bytes=self.gemm.workspace_bytes,
+                algorithm=PINNED if self.invariant else None,
+                stream=self.stream,
+            )
 
     def _is_clustered(self, n: int, k: int) -> bool:
         if self.shape.dtype not in THIN_DTYPES or n * k > THIN_WEIGHTS or self.gpu.limits().max_cluster == 1:
@@ -237,17 +265,22 @@ class Rows:
         kv: KvPlaces | None,
     ) -> None:
         options: dict[str, Any] = {"dtype": self.shape.dtype, "activation": activation, "residual": residual}
+        options |= {"n": n, "k": k, "stream": self.stream}
         if norm is not None:
             source = self.x
             options |= {"gamma": norm.weight, "beta": norm.bias}
         if kv is not None:
             options |= self._places(n, kv)
         options["eps"] = LAYER_NORM_EPS  # without a norm, too: no launch that has a 0.0 is kept by the backend
-        if self.count == 1:
-            ops.gemv(self.gpu, source, weights.weight, weights.bias, out, n=n, k=k, **options, stream=self.stream)
-        else:
-            options |= {"rows": self.count, "n": n, "k": k, "out_stride": n}
-            ops.thin_linear(self.gpu, source, weights.weight, weights.bias, out, **options, stream=self.stream)
+        size = self.shape.itemsize
+        for first, count in launches(self.count):
+            if kv is not None:
+                options |= {"spans": kv.spans.offset(8 * first), "positions": kv.positions.offset(4 * first)}
+            x, y = source.offset(first * k * size), out.offset(first * n * size)
+            if self.count == 1 and not self.invariant:
+                ops.gemv(self.gpu, x, weights.weight, weights.bias, y, **options)
+            else:
+                ops.thin_linear(self.gpu, x, weights.weight, weights.bias, y, rows=count, out_stride=n, **options)
 
     def _scatter(self, out: DevicePtr, n: int, kv: KvPlaces) -> None:
         ops.kv_scatter(

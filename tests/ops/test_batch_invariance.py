@@ -63,6 +63,12 @@ CASES: dict[str, tuple[Mapping[str, Any], ...]] = {
         {"rows": ROWS, "n": 24, "k": 8192, "residual": True},
         {"rows": ROWS, "n": 33, "k": 77, "norm": True, "x_pad": 3, "activation": "relu"},
     ),
+    "cluster_linear": (
+        {"rows": ROWS, "n": 3072, "k": 1024, "kv": 2048},
+        {"rows": ROWS, "n": 97, "k": 2048, "residual": True, "x_pad": 8},
+        {"rows": ROWS, "n": 40, "k": 4096, "out_pad": 3},
+        {"rows": ROWS, "n": 33, "k": 77, "x_pad": 3, "activation": "relu"},
+    ),
     "attention_weights": (
         {"lengths": tuple(1 + (7 * row) % 150 for row in range(ROWS)), "heads": 4, "head_dim": 64, "longest": 160},
         {"lengths": tuple(1 + (5 * row) % 70 for row in range(ROWS)), "heads": 2, "head_dim": 24},
