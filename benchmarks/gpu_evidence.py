@@ -55,7 +55,7 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
         "tests/nllb/test_model_adapter_loading.py",
         "tests/parity",
     ),
-    "ops": ("tests/ops", "tests/gpu/test_batch_invariance.py"),
+    "ops": ("tests/ops",),
     "device layer": ("tests/gpu_runtime", "tests/gpu/test_foreign.py", "tests/gpu/test_foreign_capture.py"),
     "interface": ("tests/model",),
     "searches": (

@@ -62,6 +62,7 @@ class Run:
                 "beams": options.beams,
                 "dtype": options.dtype,
                 "step_graphs": options.step_graphs,
+                "batch_invariant": options.batch_invariant,
                 "weights": "random",
             },
             "floors": {"read_bytes_per_s": READ_BYTES_PER_S, "flop_per_s": FLOP_PER_S},
@@ -142,6 +143,7 @@ def measure_shape(run: Run, name: str, folder: Path, gpu: GpuBackend, clock: Clo
         "max_source_len": LONG_SOURCE,
         "max_new_tokens": NEW_TOKENS + 2,
         "step_graphs": STEP_GRAPHS[options.step_graphs],
+        "batch_invariant": options.batch_invariant,
     }
     start = time.perf_counter()
     with metrale.load(folder, gpu, options.dtype, **limits) as model:
@@ -182,6 +184,7 @@ def measure_beams(run: Run, name: str, folder: Path, gpu: GpuBackend, clock: Clo
         "max_source_len": SOURCE_TOKENS,
         "max_new_tokens": NEW_TOKENS + 2,
         "step_graphs": STEP_GRAPHS[options.step_graphs],
+        "batch_invariant": options.batch_invariant,
     }
     with metrale.load(folder, gpu, options.dtype, **limits) as model:
         busy = Busy(clock, reader)
@@ -264,6 +267,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", default="1,8,64", help="batch sizes")
     parser.add_argument("--beams", type=int, default=4, help="width of the beam searches; 0: none")
     parser.add_argument("--step-graphs", default="auto", choices=tuple(STEP_GRAPHS), help="whether steps are replayed")
+    parser.add_argument("--batch-invariant", action="store_true", help="each sequence to the same bits in any batch")
     parser.add_argument("--peers", default="ct2,hf", help="of ct2 and hf, or none")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each kind")
     parser.add_argument("--op-repeats", type=int, default=15, help="replays of each kind of launch")

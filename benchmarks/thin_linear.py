@@ -40,7 +40,7 @@ from metrale.ops.gemv import plan as gemv_plan
 from metrale.ops.gemv import plans as gemv_plans
 from metrale.ops.layer_norm import OP as LAYER_NORM
 from metrale.ops.layer_norm import plan as layer_norm_plan
-from metrale.ops.linear import ACTIVATION_NAMES
+from metrale.ops.linear import ACTIVATION_NAMES, ANY
 from metrale.ops.linear import OP as LINEAR
 from metrale.ops.thin_linear import OP, plan, plans
 
@@ -169,7 +169,8 @@ class Bench:
         """Return the same by the library's product, with the LayerNorm ahead of it or without."""
         layer = self.layer
         normed = self._normed(rows)
-        sizes = (rows, layer.n, layer.k, layer.k, layer.n, *self._options(), self.workspace, self.workspace_bytes)
+        space = (self.workspace, self.workspace_bytes)
+        sizes = (rows, layer.n, layer.k, layer.k, layer.n, *self._options(), *space, ANY)
 
         def enqueue(stream: int) -> None:
             for copy in range(self.copies):

@@ -325,6 +325,7 @@ class GpuBackend(abc.ABC):
             algorithms that need none.
         algorithm : int or None
             A fixed choice among the backend's algorithms, so that equal calls give equal bits; None lets it choose.
+            With `Limits.fixed_rows` rows, a row's bits then depend on its own elements and the matrix alone.
         """
 
     @abc.abstractmethod

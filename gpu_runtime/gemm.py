@@ -214,6 +214,19 @@ further and take more time. docs/correctness.md has what is left.
 """
 
 
+def _multiply(a: Array, w: Array, out: Array | None) -> Array:
+    return np.asarray(np.matmul(a, w.T, out=out))
+
+
+def _multiply_rows(a: Array, w: Array, out: Array | None) -> Array:
+    """One product of the matrix and a vector for each row, all of one shape: a BLAS orders sums by the shape.
+
+    Products of a whole matrix would not do: on some processors OpenBLAS's also differ by a row's place.
+    """
+    columns = None if out is None else out[:, :, None]
+    return np.asarray(np.matmul(w, np.ascontiguousarray(a)[:, :, None], out=columns))[:, :, 0]
+
+
 def gemm_reference(
     a: Array,
     w: Array,
@@ -223,6 +236,7 @@ def gemm_reference(
     alpha: float = 1.0,
     activation: str = "none",
     accumulate: bool = False,
+    by_row: bool = False,
 ) -> None:
     """Compute one product into ``c``: float32 accumulation, every epilogue step in float32, one rounding at the end.
 
@@ -233,12 +247,16 @@ def gemm_reference(
         ``accumulate``.
     bias : array or None
         ``[n]``.
+    by_row : bool
+        Whether each row is multiplied by itself, which takes longer: its bits then depend on neither the number of rows
+        nor its place among them.
     """
     a32, w32 = (np.asarray(x, dtype=np.float32) for x in (a, w))
     direct = c.dtype == np.float32 and not accumulate
-    product = np.matmul(a32[:, :CHAIN], w32[:, :CHAIN].T, out=c if direct else None)
+    multiply = _multiply_rows if by_row else _multiply
+    product = multiply(a32[:, :CHAIN], w32[:, :CHAIN], c if direct else None)
     for start in range(CHAIN, a32.shape[1], CHAIN):
-        product += np.matmul(a32[:, start : start + CHAIN], w32[:, start : start + CHAIN].T)
+        product += multiply(a32[:, start : start + CHAIN], w32[:, start : start + CHAIN], None)
     if alpha != 1.0:
         product *= np.float32(alpha)
     if bias is not None:

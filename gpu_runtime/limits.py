@@ -32,6 +32,9 @@ class Limits:
         shape takes longer than the spare rows do.
     prefers_graphs : bool
         Whether launching a graph takes the host less time than enqueuing again what it holds.
+    fixed_rows : int
+        Rows with which a product of a given algorithm computes each row to the same bits whatever the others are, and
+        whichever of them it is; 1: with any number.
     """
 
     compute_capability: tuple[int, int]
@@ -45,6 +48,7 @@ class Limits:
     runs_ahead: bool = False
     pad_batches: bool = False
     prefers_graphs: bool = False
+    fixed_rows: int = 1
 
 
 PORTABLE_CLUSTER: Final = 8

@@ -237,12 +237,21 @@ class DeviceMemory(Protocol):
     """How an indirect op's reference reaches memory through addresses that it read from a table."""
 
     def gather_rows(
-        self, addresses: Array, lengths: Array, *, offset: int, stride: int, width: int, dtype: str
+        self,
+        addresses: Array,
+        lengths: Array,
+        *,
+        offset: int,
+        stride: int,
+        width: int,
+        dtype: str,
+        room: int | None = None,
     ) -> Array:
         """Read ``lengths[r]`` rows from each address.
 
         Row ``p`` of table entry ``r`` starts at ``addresses[r] + (offset + p * stride) * itemsize``. Returns
-        ``[n, max(lengths), width]``; places past an entry's length repeat its last row.
+        ``[n, room, width]``, where a ``room`` of None is ``max(lengths)``, the least there may be; places past an
+        entry's length repeat its last row.
         """
 
     def scatter_rows(

@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from gpu_runtime import dtypes
@@ -58,6 +58,7 @@ def load(
     target: str | int | None = None,
     legacy_order: bool = False,
     step_graphs: bool | None = None,
+    batch_invariant: bool = False,
 ) -> NllbModel:
     """Load an NLLB-200 or M2M-100 checkpoint in Hugging Face format.
 
@@ -88,6 +89,9 @@ def load(
         Whether decode steps that come again are captured as graphs of the device and replayed, which changes no bit of
         a result and takes the host a fraction of the time. None: on a GPU, and not on the host. docs/performance.md
         says when a step is launched op by op all the same.
+    batch_invariant : bool
+        Whether a sequence's logits have the same bits alone and in any batch, whatever its neighbours are and whichever
+        row it has. It takes time and some memory; docs/performance.md says how much, and what it does.
 
     Raises
     ------
@@ -103,6 +107,7 @@ def load(
     legacy_order = flag("legacy_order", legacy_order)
     if step_graphs is not None:
         step_graphs = flag("step_graphs", step_graphs)
+    batch_invariant = flag("batch_invariant", batch_invariant)
     folders = _adapter_folders(adapters)
     room = len(folders) if max_adapters is None else max_adapters
     limits = ServingLimits(max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes, room, max_lora_rank)
@@ -121,7 +126,7 @@ def load(
         with ExitStack() as undo:
             owns_gpu = not isinstance(device, GpuBackend)
             gpu = device if isinstance(device, GpuBackend) else undo.enter_context(open_device(device))
-            shape = model_shape(gpu, config, weights, dtype, limits)
+            shape = model_shape(gpu, config, weights, dtype, limits, batch_invariant=batch_invariant)
             log.info("device %s: %s", device if owns_gpu else "given", gpu.name())
             log.info("dtype %s: %s", dtype, dtypes.long_name(shape.dtype))
             log.info("memory: %s", plan_memory(shape))
@@ -166,6 +171,7 @@ def memory_plan(
     kv_bytes: int | None = None,
     max_adapters: int = 0,
     max_lora_rank: int = 64,
+    batch_invariant: bool = False,
 ) -> MemoryPlan:
     """Return the device memory that `load` would take with the same arguments, without allocating any.
 
@@ -175,19 +181,24 @@ def memory_plan(
     serving = ServingLimits(
         max_batch, max_source_len, max_new_tokens, max_encoder_tokens, kv_bytes, max_adapters, max_lora_rank
     )
+    batch_invariant = flag("batch_invariant", batch_invariant)
     path = resolve(path)
     config = _config(path)
     with open_checkpoint(path) as checkpoint:
         weights = match_weights(config, checkpoint)
     _check_dtype(dtype)
-    if isinstance(device, GpuBackend):
-        return plan_memory(model_shape(device, config, weights, dtype, serving))
-    with open_device(device) as gpu:
-        return plan_memory(model_shape(gpu, config, weights, dtype, serving))
+    with nullcontext(device) if isinstance(device, GpuBackend) else open_device(device) as gpu:
+        return plan_memory(model_shape(gpu, config, weights, dtype, serving, batch_invariant=batch_invariant))
 
 
 def model_shape(
-    gpu: GpuBackend, config: NllbConfig, weights: WeightMap, dtype: str, limits: ServingLimits
+    gpu: GpuBackend,
+    config: NllbConfig,
+    weights: WeightMap,
+    dtype: str,
+    limits: ServingLimits,
+    *,
+    batch_invariant: bool = False,
 ) -> ModelShape:
     """Return what a model's sizes follow from on this device."""
     device = gpu.limits()
@@ -199,6 +210,8 @@ def model_shape(
         device.gemm_workspace_bytes,
         device.pad_batches,
         weights.tables,
+        batch_invariant,
+        device.fixed_rows,
     )
 
 

@@ -14,6 +14,9 @@ from gpu_runtime.limits import MINIMUM, Limits
 
 GEMM_WORKSPACE_BYTES: Final = 32 << 20
 """What cuBLASLt's guide advises for compute capability 9.0: its fastest algorithms split sums into it."""
+FIXED_ROWS: Final = 64
+"""cuBLASLt chooses an algorithm by the shape. Sixty-four rows are what one tile of its fast ones holds, and so few that
+reading the matrix takes most of the time."""
 
 
 def device_count() -> int:
@@ -71,6 +74,7 @@ def limits_of(device: int) -> Limits:
         runs_ahead=True,
         pad_batches=True,
         prefers_graphs=True,
+        fixed_rows=FIXED_ROWS,
     )
 
 

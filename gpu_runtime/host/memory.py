@@ -275,7 +275,15 @@ class HostMemory(Blocks):
         return np.ndarray(shape, numpy_type, buffer, strides=tuple(steps))  # NumPy looks at every step, used or not
 
     def gather_rows(
-        self, addresses: Array, lengths: Array, *, offset: int, stride: int, width: int, dtype: str
+        self,
+        addresses: Array,
+        lengths: Array,
+        *,
+        offset: int,
+        stride: int,
+        width: int,
+        dtype: str,
+        room: int | None = None,
     ) -> Array:
         """See `gpu_runtime.op.DeviceMemory.gather_rows`."""
         last = np.asarray(lengths, dtype=np.int64) - 1
@@ -286,7 +294,7 @@ class HostMemory(Blocks):
                 self.view(int(address) + offset * size, (int(end) + 1, width), dtype, stride)
                 for address, end in zip(addresses, last, strict=True)
             ]
-        rows = np.minimum(np.arange(int(last.max()) + 1), last[:, None])
+        rows = np.minimum(np.arange(int(last.max()) + 1 if room is None else room), last[:, None])
         if table is not None:
             return np.asarray(table[0][table[1][:, None] + rows])
         return np.stack([span[row] for span, row in zip(spans, rows, strict=True)])

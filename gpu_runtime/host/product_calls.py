@@ -33,6 +33,7 @@ class _Product:
 
     problem: Gemm
     addresses: tuple[int, int, int, int]
+    by_row: bool
     footprint: Footprint | None
 
 
@@ -69,8 +70,7 @@ class ProductCalls(MemoryCalls):
     ) -> None:
         self._check_open()
         options = (m, n, k, dtype, out_dtype, lda, ldw, ldc, alpha, activation, accumulate)
-        self._check_algorithm(algorithm)
-        self._multiply(options, a, w, c, bias, workspace, workspace_bytes, stream)
+        self._multiply(options, a, w, c, bias, workspace, workspace_bytes, algorithm, stream)
 
     def gemm_strided_batched(
         self,
@@ -100,14 +100,7 @@ class ProductCalls(MemoryCalls):
         self._check_open()
         strides = (batch, stride_a, stride_w, stride_c)
         options = (m, n, k, dtype, out_dtype, lda, ldw, ldc, alpha, "none", accumulate, *strides)
-        self._check_algorithm(algorithm)
-        self._multiply(options, a, w, c, NULL, workspace, workspace_bytes, stream)
-
-    @staticmethod
-    def _check_algorithm(algorithm: int | None) -> None:
-        """Check what steers a GPU's choice of algorithm; there is one here."""
-        if algorithm is not None:
-            checks.integer("gemm: algorithm", algorithm, low=0)
+        self._multiply(options, a, w, c, NULL, workspace, workspace_bytes, algorithm, stream)
 
     def _multiply(
         self,
@@ -118,13 +111,17 @@ class ProductCalls(MemoryCalls):
         bias: int,
         workspace: int,
         workspace_bytes: int,
+        algorithm: int | None,
         stream: StreamLike,
     ) -> None:
-        """Enqueue the product that `Gemm.of` makes of ``options``."""
+        """Enqueue the product that `Gemm.of` makes of ``options``; with an algorithm, whichever it is, row by row."""
         on = self._stream(stream)
+        by_row = algorithm is not None
+        if by_row:
+            checks.integer("gemm: algorithm", algorithm, low=0)
         pointers = (a, w, c, bias, workspace, workspace_bytes)
-        key = (Gemm, *options, *pointers)
-        ready = self._prepared.find(key, lambda: self._prepare_product(Gemm.of(*options), *pointers))
+        key = (Gemm, by_row, *options, *pointers)
+        ready = self._prepared.find(key, lambda: self._prepare_product(Gemm.of(*options), by_row, *pointers))
         if self._faults:
             self._ask_faults("gemm", "")
         if self._traces.active:
@@ -133,7 +130,7 @@ class ProductCalls(MemoryCalls):
         self._enqueue(on, lambda: self._run_product(ready))
 
     def _prepare_product(
-        self, p: Gemm, a: int, w: int, c: int, bias: int, workspace: int, workspace_bytes: int
+        self, p: Gemm, by_row: bool, a: int, w: int, c: int, bias: int, workspace: int, workspace_bytes: int
     ) -> tuple[_Product, tuple[Array, Array, Array, Array | None]]:
         space = self._span("gemm: workspace", workspace, workspace_bytes)
         check_workspace(p, space.address, space.nbytes)
@@ -154,15 +151,15 @@ class ProductCalls(MemoryCalls):
         footprint = None
         if self._checked is not None:
             footprint = product_footprint(self._checked, p, addresses, operands, space)
-        return _Product(p, addresses, footprint), operands
+        return _Product(p, addresses, by_row, footprint), operands
 
     def _run_product(self, ready: Prepared) -> None:
         call: _Product = ready.call
         if call.footprint is not None:
-            call.footprint.run(lambda: _multiply_all(call.problem, *ready.bound))
+            call.footprint.run(lambda: _multiply_all(call, *ready.bound))
             return
         current = self._prepared.is_current(ready)
-        _multiply_all(call.problem, *(ready.bound if current else self._operands(call.problem, *call.addresses)))
+        _multiply_all(call, *(ready.bound if current else self._operands(call.problem, *call.addresses)))
 
     @staticmethod
     def _operand_address(name: str, ptr: int, dtype: str) -> int:
@@ -188,8 +185,10 @@ class ProductCalls(MemoryCalls):
         )
 
 
-def _multiply_all(p: Gemm, a: Array, w: Array, c: Array, bias: Array | None) -> None:
+def _multiply_all(call: _Product, a: Array, w: Array, c: Array, bias: Array | None) -> None:
     """Compute every product of a batch."""
+    p = call.problem
+    options: dict[str, Any] = {"alpha": p.alpha, "activation": p.activation, "accumulate": p.accumulate}
     with np.errstate(all="ignore"):
         for one, two, out in zip(a, w, c, strict=True):
-            gemm_reference(one, two, out, bias, alpha=p.alpha, activation=p.activation, accumulate=p.accumulate)
+            gemm_reference(one, two, out, bias, **options, by_row=call.by_row)

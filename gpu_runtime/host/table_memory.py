@@ -43,12 +43,22 @@ class TableMemory:
         self._note_rows = note_rows
 
     def gather_rows(
-        self, addresses: Array, lengths: Array, *, offset: int, stride: int, width: int, dtype: str
+        self,
+        addresses: Array,
+        lengths: Array,
+        *,
+        offset: int,
+        stride: int,
+        width: int,
+        dtype: str,
+        room: int | None = None,
     ) -> Array:
         """See `gpu_runtime.op.DeviceMemory.gather_rows`."""
         name, size = self._name(addresses), dtypes.itemsize(dtype)
         try:
-            rows = self._memory.gather_rows(addresses, lengths, offset=offset, stride=stride, width=width, dtype=dtype)
+            rows = self._memory.gather_rows(
+                addresses, lengths, offset=offset, stride=stride, width=width, dtype=dtype, room=room
+            )
         except InvalidPointer as error:
             raise InvalidPointer(f"{name}: {error}") from None
         run, pitch = width * size, stride * size

@@ -90,6 +90,15 @@ def add_order_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_invariance_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--batch-invariant``."""
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="compute each text to the same bits whatever the others are, which takes more time and memory",
+    )
+
+
 def take_folder(args: argparse.Namespace, argument: str) -> None:
     """Make a folder that is given as an argument, called ``argument``, the one of ``--model``.
 

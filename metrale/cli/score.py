@@ -13,7 +13,14 @@ from metrale.cli.adapter_options import adapter_of, add_adapter_arguments
 from metrale.cli.console import Console
 from metrale.cli.failure import DONE, SOME_FAILED, USAGE, Failure
 from metrale.cli.lines import STANDARD_INPUT, Lines, count_lines, open_input, regular_file
-from metrale.cli.model_options import add_model_arguments, add_order_argument, choose_model, device_of, limits_of
+from metrale.cli.model_options import (
+    add_invariance_argument,
+    add_model_arguments,
+    add_order_argument,
+    choose_model,
+    device_of,
+    limits_of,
+)
 from metrale.cli.notices import Notices
 from metrale.cli.output import to_json, write_lines
 from metrale.errors import InvalidInput
@@ -53,6 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
     parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors, and show no progress bar")
     add_model_arguments(parser)
     add_order_argument(parser)
+    add_invariance_argument(parser)
     add_adapter_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -67,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
         lines = _lines(args, streams)
         adapted = {} if adapter is None else adapter.load_options
         languages = {"source": args.source, "target": args.target}
-        numbers = {"dtype": args.dtype, "legacy_order": args.legacy_order, **limits_of(args)}
-        options = {"device": device, **numbers, **languages, **adapted}
+        flags = {"legacy_order": args.legacy_order, "batch_invariant": args.batch_invariant}
+        options = {"device": device, "dtype": args.dtype, **flags, **limits_of(args), **languages, **adapted}
         translator = stack.enter_context(Translator(model.path, **options))
         stack.enter_context(closing(console))
         if console.can_draw and not (sys.stdout is not None and sys.stdout.isatty()):

@@ -23,6 +23,7 @@ from metrale.cli.line_run import Asked, LineRun
 from metrale.cli.lines import STANDARD_INPUT, Arguments, Lines, count_lines, open_input, regular_file
 from metrale.cli.model_options import (
     ModelChoice,
+    add_invariance_argument,
     add_model_arguments,
     add_order_argument,
     choose_model,
@@ -97,6 +98,7 @@ def add_parser(commands: argparse._SubParsersAction[Any], common: argparse.Argum
     _add_file_arguments(parser)
     add_model_arguments(parser)
     add_order_argument(parser)
+    add_invariance_argument(parser)
     add_sampling_arguments(parser)
     add_beam_arguments(parser)
     add_constraint_arguments(parser)
@@ -202,6 +204,7 @@ def _load(
         source=source,
         target=target,
         legacy_order=args.legacy_order,
+        batch_invariant=args.batch_invariant,
         **limits_of(args),
         **adapted,
     )
@@ -220,12 +223,13 @@ def _asked(
 
 def _settings(args: argparse.Namespace, asked: Asked) -> dict[str, object]:
     """Return the options that lines follow from."""
-    options = ("max_source_len", "max_new_tokens", "timeout", "json", "scores", "attention", "legacy_order")
+    limits = ("max_source_len", "max_new_tokens", "timeout")
+    flags = ("json", "scores", "attention", "legacy_order", "batch_invariant")
     return {
         "--from": asked.source,
         "--to": asked.target,
         "--adapter": asked.adapter,
-        **{f"--{name.replace('_', '-')}": getattr(args, name) for name in options},
+        **{f"--{name.replace('_', '-')}": getattr(args, name) for name in (*limits, *flags)},
         **sampling_settings(asked.options["sampling"]),
         **beam_settings(args),
         **constraint_settings(args, asked.options),

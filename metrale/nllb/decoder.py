@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from gpu_runtime.arena import REGION_ALIGNMENT
 from gpu_runtime.backend import NULL, GpuBackend
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.ranges import open_ranges, ranged
@@ -16,7 +17,7 @@ from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.nllb.device_weights import DeviceWeights
 from metrale.nllb.kv import Span
-from metrale.nllb.layers import KvPlaces, Rows
+from metrale.nllb.layers import PINNED, KvPlaces, Rows, launches
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.step_graphs import StepGraphs
 from metrale.nllb.workspace import Workspace
@@ -189,7 +190,7 @@ class Decoder:
             fed=depth,
             logits=int(logits),
             searched=any(feed.ancestry >= 0 for feed in feeds),
-            adapted=any(feed.span.adapter >= 0 for feed in feeds),
+            adapted=self._shape.always_adapts or any(feed.span.adapter >= 0 for feed in feeds),
         )
         if self._graphs is None or observe is not None:
             self._enqueue(work, observe, stream)
@@ -295,12 +296,40 @@ class Decoder:
         """Multiply the last of each ``depth`` rows with the output head, unless the pass has no logits."""
         if not work.logits:
             return
+        width = self._shape.config.d_model * self._shape.itemsize
+        last, apart = self.hidden.offset((work.depth - 1) * width), work.depth * width
+        if rows.invariant:
+            self._multiply_alike(rows, last, apart, DevicePtr(work.logits), work.heads)
+        else:
+            self._multiply(rows, last, apart, work.logits, work.heads)
+
+    def _multiply_alike(self, rows: Rows, hidden: DevicePtr, apart: int, logits: DevicePtr, heads: int) -> None:
+        """Multiply with the head so that each row's bits are its own.
+
+        Every product has as many rows as the device asks for, all of them at one distance. The logits of those that
+        nobody wants, behind the others, go to scratch memory: that place in the arena may be another's.
+        """
+        shape, gpu = self._shape, self._gpu
+        width, row_bytes = shape.config.d_model * shape.itemsize, shape.logits_stride * shape.itemsize
+        if apart != width:  # side by side, in memory that the pass is done with
+            gpu.copy_d2d_2d_async(hidden, apart, rows.h, width, width, heads, rows.stream)
+            hidden = rows.h
+        for first, count in launches(heads):
+            source, wanted = hidden.offset(first * width), logits.offset(first * row_bytes)
+            made = shape.product_rows(count)
+            out = wanted
+            if shape.head_scratch_rows and (made > count or wanted % REGION_ALIGNMENT):
+                out = self._workspace[f"{self._side}.logits"]
+            self._multiply(rows, source, width, out, made)
+            if out != wanted:
+                gpu.copy_d2d_async(out, wanted, count * row_bytes, rows.stream)
+
+    def _multiply(self, rows: Rows, hidden: DevicePtr, apart: int, logits: int, heads: int) -> None:
+        """Multiply ``heads`` rows, so many bytes apart, with the output head."""
         shape = self._shape
-        d = shape.config.d_model
-        hidden = self.hidden.offset((work.depth - 1) * d * shape.itemsize)
-        head = (self._weights.head.weight, self._weights.head.bias, work.logits)
-        sizes: dict[str, Any] = {"n": shape.head_rows, "k": d, "dtype": shape.dtype}
-        if work.heads == 1 and shape.dtype in THIN_DTYPES:
+        head = (self._weights.head.weight, self._weights.head.bias, logits)
+        sizes: dict[str, Any] = {"n": shape.head_rows, "k": shape.config.d_model, "dtype": shape.dtype}
+        if heads == 1 and not rows.invariant and shape.dtype in THIN_DTYPES:
             # Reading the weights is all that takes time, and this begins to read them while the norm is under way.
             ops.gemv(self._gpu, hidden, *head, **sizes, stream=rows.stream)
             return
@@ -308,11 +337,12 @@ class Decoder:
             self._gpu,
             hidden,
             *head,
-            rows=work.heads,
+            rows=heads,
             **sizes,
-            x_stride=work.depth * d,
+            x_stride=apart // shape.itemsize,
             out_stride=shape.logits_stride,
             workspace=rows.gemm.workspace,
             workspace_bytes=rows.gemm.workspace_bytes,
+            algorithm=PINNED if rows.invariant else None,
             stream=rows.stream,
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Self
 
@@ -14,6 +15,7 @@ from metrale.nllb.device_weights import Dense, LowRank
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.workspace import GemmSpace, Workspace
 from metrale.ops.dense import DTYPES as THIN_DTYPES
+from metrale.ops.thin_linear import MOST_ROWS
 
 LAYER_NORM_EPS: Final = 1e-5
 """Epsilon of every LayerNorm of the family."""
@@ -24,6 +26,20 @@ THIN_WEIGHTS: Final = 1 << 22
 """For one row `metrale.ops.gemv` is faster than the library's product. Up to so many elements of weights
 `metrale.ops.thin_linear` is, up to `THIN_ROWS`; and past these `metrale.ops.cluster_linear`, up to so many rows by the
 longest that the smaller side of the weights may be (measured on an H200; docs/performance.md)."""
+
+PINNED: Final = 0
+"""The library's algorithm where a row's bits must be its own: the best for the one shape there is then."""
+
+
+def _most_clustered(side: int) -> int:
+    """Return up to how many rows `cluster_linear` is faster where the smaller side of the weights is so long."""
+    return max((rows for longest, rows in CLUSTER_ROWS.items() if side <= longest), default=0)
+
+
+def launches(count: int) -> Iterator[tuple[int, int]]:
+    """Yield the first row, and how many, of each launch for ``count`` rows whose bits must be their own."""
+    for first in range(0, count, MOST_ROWS):
+        yield first, min(MOST_ROWS, count - first)
 
 
 class KvPlaces(NamedTuple):
@@ -43,6 +59,23 @@ class KvPlaces(NamedTuple):
     positions: DevicePtr
     offset: int
     width: int
+
+
+class _Way(NamedTuple):
+    """How a product is made.
+
+    Attributes
+    ----------
+    multiply : callable
+    norms : bool
+        Whether it takes the norm ahead of it along.
+    places : bool
+        Whether it brings the last columns to their places in the KV cache.
+    """
+
+    multiply: Callable[..., None]
+    norms: bool = False
+    places: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +100,8 @@ class Rows:
         What adapters' products hold between their two halves, float32; NULL in a model without room for adapters.
     adapters : DevicePtr
         The slot of each row's adapter, int32 ``[count]``, -1 for none; NULL when no row has one.
+    invariant : bool
+        Whether a row has the same bits whatever the others are. Buffers have room for `ModelShape.product_rows` then.
     """
 
     gpu: GpuBackend
@@ -79,6 +114,7 @@ class Rows:
     stream: StreamLike
     low: DevicePtr
     adapters: DevicePtr = DevicePtr.NULL
+    invariant: bool = False
 
     @classmethod
     def of(
@@ -87,7 +123,8 @@ class Rows:
         """Return the activations of one side of the model (``"encoder"``, ``"prefix"`` or ``"decoder"``)."""
         x, h, wide = (space[f"{side}.{name}"] for name in ("x", "h", "wide"))
         low = space[f"{side}.low"] if shape.limits.max_adapters else DevicePtr.NULL
-        return cls(gpu, shape, x, h, wide, space.gemm[side], count, stream, low)
+        invariant = shape.batch_invariant and side != "encoder"  # whose passes are of one source each
+        return cls(gpu, shape, x, h, wide, space.gemm[side], count, stream, low, invariant=invariant)
 
     def adapted(self, column: DevicePtr, some: bool) -> Self:
         """Return the rows with their adapters, whose slots the device finds at ``column``, if ``some`` have one.
@@ -158,44 +195,79 @@ class Rows:
         """
         k = self.shape.config.d_model if k is None else k
         low_rank = None if self.adapters.is_null else weights.low_rank
-        if low_rank is None and self._is_thin(n, k):
-            self._thin(source, weights, out, n, k, norm, activation, residual, kv)
-            return
-        if norm is not None:
+        way = self._way(n, k, low_rank is not None)
+        if norm is not None and not way.norms:
             self.norm(norm, source)
-        if low_rank is None and self._is_clustered(n, k):
-            self._clustered(source, weights, out, n, k, activation, residual, kv)
-            return
-        ops.linear(
-            self.gpu,
+            norm = None
+        way.multiply(
             source,
-            weights.weight,
-            weights.bias,
+            weights,
             out,
-            rows=self.count,
-            n=n,
-            k=k,
-            dtype=self.shape.dtype,
+            n,
+            k,
+            norm=norm,
             activation=activation if low_rank is None else "none",
             residual=residual,
-            workspace=self.gemm.workspace,
-            workspace_bytes=self.gemm.workspace_bytes,
-            stream=self.stream,
+            kv=kv if way.places else None,
         )
         if low_rank is not None:
             self._add_low_rank(source, low_rank, out, k, activation)
-        if kv is not None:
+        if kv is not None and not way.places:
             self._scatter(out, n, kv)
 
-    def _is_thin(self, n: int, k: int) -> bool:
-        if self.shape.dtype not in THIN_DTYPES:
-            return False
-        return self.count == 1 or (self.count <= THIN_ROWS and n * k <= THIN_WEIGHTS)
+    def _way(self, n: int, k: int, adapted: bool) -> _Way:
+        """Return how a product is made. Where adapters add to it, it is the plain one."""
+        short, clusters = self.shape.dtype in THIN_DTYPES, self.gpu.limits().max_cluster > 1
+        thin, clustered, library = (
+            _Way(self._thin, True, True),
+            _Way(self._clustered, False, True),
+            _Way(self._multiply),
+        )
+        if self.invariant and short:  # one way whatever the number of rows
+            way = clustered if clusters else thin
+        elif not short or adapted:
+            way = library
+        elif self.count == 1 or (self.count <= THIN_ROWS and n * k <= THIN_WEIGHTS):
+            way = thin
+        elif clusters and n * k <= THIN_WEIGHTS and self.count <= _most_clustered(min(n, k)):
+            way = clustered
+        else:
+            way = library
+        return _Way(way.multiply) if adapted else way
 
-    def _is_clustered(self, n: int, k: int) -> bool:
-        if self.shape.dtype not in THIN_DTYPES or n * k > THIN_WEIGHTS or self.gpu.limits().max_cluster == 1:
-            return False
-        return any(min(n, k) <= side and self.count <= rows for side, rows in CLUSTER_ROWS.items())
+    def _multiply(
+        self,
+        source: DevicePtr,
+        weights: Dense,
+        out: DevicePtr,
+        n: int,
+        k: int,
+        *,
+        norm: None,
+        activation: str,
+        residual: bool,
+        kv: None,
+    ) -> None:
+        """Multiply by the library: all rows at once, or as many at a time as make a row's bits its own."""
+        size = self.shape.itemsize
+        for first, count in launches(self.count) if self.invariant else [(0, self.count)]:
+            ops.linear(
+                self.gpu,
+                source.offset(first * k * size),
+                weights.weight,
+                weights.bias,
+                out.offset(first * n * size),
+                rows=self.shape.product_rows(count) if self.invariant else count,
+                n=n,
+                k=k,
+                dtype=self.shape.dtype,
+                activation=activation,
+                residual=residual,
+                workspace=self.gemm.workspace,
+                workspace_bytes=self.gemm.workspace_bytes,
+                algorithm=PINNED if self.invariant else None,
+                stream=self.stream,
+            )
 
     def _clustered(
         self,
@@ -204,25 +276,17 @@ class Rows:
         out: DevicePtr,
         n: int,
         k: int,
+        *,
+        norm: None,
         activation: str,
         residual: bool,
         kv: KvPlaces | None,
     ) -> None:
-        options: dict[str, Any] = {"dtype": self.shape.dtype, "activation": activation, "residual": residual}
-        if kv is not None:
-            options |= self._places(n, kv)
-        options |= {"rows": self.count, "n": n, "k": k, "out_stride": n}
-        ops.cluster_linear(self.gpu, source, weights.weight, weights.bias, out, **options, stream=self.stream)
-
-    def _places(self, n: int, kv: KvPlaces) -> dict[str, Any]:
-        """Return what an op takes that brings its last columns into the KV cache."""
-        return {
-            "spans": kv.spans,
-            "positions": kv.positions,
-            "kv_from": n - kv.width,
-            "kv_offset": kv.offset,
-            "kv_stride": self.shape.kv_width,
-        }
+        options: dict[str, Any] = {"activation": activation, "residual": residual}
+        for first, count, x, y in self._launches(source, k, out, n):
+            options |= self._places(n, kv, first)
+            sizes: dict[str, Any] = {"rows": count, "n": n, "k": k, "dtype": self.shape.dtype, "out_stride": n}
+            ops.cluster_linear(self.gpu, x, weights.weight, weights.bias, y, **sizes, **options, stream=self.stream)
 
     def _thin(
         self,
@@ -231,23 +295,44 @@ class Rows:
         out: DevicePtr,
         n: int,
         k: int,
+        *,
         norm: Dense | None,
         activation: str,
         residual: bool,
         kv: KvPlaces | None,
     ) -> None:
         options: dict[str, Any] = {"dtype": self.shape.dtype, "activation": activation, "residual": residual}
+        options |= {"n": n, "k": k, "stream": self.stream}
         if norm is not None:
             source = self.x
             options |= {"gamma": norm.weight, "beta": norm.bias}
-        if kv is not None:
-            options |= self._places(n, kv)
         options["eps"] = LAYER_NORM_EPS  # without a norm, too: no launch that has a 0.0 is kept by the backend
-        if self.count == 1:
-            ops.gemv(self.gpu, source, weights.weight, weights.bias, out, n=n, k=k, **options, stream=self.stream)
-        else:
-            options |= {"rows": self.count, "n": n, "k": k, "out_stride": n}
-            ops.thin_linear(self.gpu, source, weights.weight, weights.bias, out, **options, stream=self.stream)
+        for first, count, x, y in self._launches(source, k, out, n):
+            options |= self._places(n, kv, first)
+            if self.count == 1 and not self.invariant:
+                ops.gemv(self.gpu, x, weights.weight, weights.bias, y, **options)
+            else:
+                ops.thin_linear(self.gpu, x, weights.weight, weights.bias, y, rows=count, out_stride=n, **options)
+
+    def _launches(
+        self, source: DevicePtr, k: int, out: DevicePtr, n: int
+    ) -> Iterator[tuple[int, int, DevicePtr, DevicePtr]]:
+        """Yield the first row of each launch of a product, how many it has, and where they are and go."""
+        size = self.shape.itemsize
+        for first, count in launches(self.count):
+            yield first, count, source.offset(first * k * size), out.offset(first * n * size)
+
+    def _places(self, n: int, kv: KvPlaces | None, first: int) -> dict[str, Any]:
+        """Return what an op takes that brings the last columns, of rows from ``first`` on, into the KV cache."""
+        if kv is None:
+            return {}
+        return {
+            "spans": kv.spans.offset(8 * first),
+            "positions": kv.positions.offset(4 * first),
+            "kv_from": n - kv.width,
+            "kv_offset": kv.offset,
+            "kv_stride": self.shape.kv_width,
+        }
 
     def _scatter(self, out: DevicePtr, n: int, kv: KvPlaces) -> None:
         ops.kv_scatter(

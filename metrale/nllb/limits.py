@@ -110,6 +110,10 @@ class ModelShape:
         `WIDE_STEP`, so that there are a few sizes of steps.
     tables : Tables
         The matrices of embedding and head.
+    batch_invariant : bool
+        Whether a sequence's logits have the same bits whatever is computed beside it.
+    fixed_rows : int
+        With how many rows the device's products promise that (`gpu_runtime.limits.Limits`).
     """
 
     config: NllbConfig
@@ -119,6 +123,8 @@ class ModelShape:
     gemm_workspace_bytes: int = 0
     pad_batches: bool = False
     tables: Tables = TIED
+    batch_invariant: bool = False
+    fixed_rows: int = 1
 
     @property
     def itemsize(self) -> int:
@@ -178,6 +184,23 @@ class ModelShape:
         """The most rows that padding adds to a decode step."""
         largest = min(self.limits.max_batch, BATCH_LADDER[-1] + 1)  # nothing above that is padded more
         return max(self.step_rows(lanes) - lanes for lanes in range(1, largest + 1))
+
+    def product_rows(self, rows: int) -> int:
+        """Return how many rows the products of a decoder pass of ``rows`` rows have: there must be room for them."""
+        return -(-rows // self.fixed_rows) * self.fixed_rows if self.batch_invariant else rows
+
+    @property
+    def head_scratch_rows(self) -> int:
+        """Logits rows that each side of the decoder has to spare, for those of a product that nobody wants."""
+        return self.product_rows(1) if self.product_rows(1) > 1 else 0
+
+    @property
+    def always_adapts(self) -> bool:
+        """Whether a decoder pass launches what adapters need also when no row has one.
+
+        A row without adapter is rounded elsewhere in a pass with them: before its activation, and after a norm.
+        """
+        return self.batch_invariant and self.limits.max_adapters > 0
 
     @property
     def feed_cells(self) -> int:

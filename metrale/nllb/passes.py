@@ -213,8 +213,14 @@ class Passes:
             groups[-1].append(prompt)
         return groups
 
-    def _encoder_groups(self, prompts: Iterable[Prompt]) -> list[list[Prompt]]:
-        """Split prompts, in order, into packed passes that the workspace can hold."""
+    def _encoder_groups(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+        """Split prompts, in order, into packed passes that the workspace can hold.
+
+        Where a sequence may not depend on others, each source has a pass of its own: the bits of products of so many
+        rows depend on how many they are.
+        """
+        if self._shape.batch_invariant:
+            return [[prompt] for prompt in prompts]
         groups: list[list[Prompt]] = [[]]
         room = self._shape.limits.encoder_tokens
         for prompt in prompts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from itertools import product
 from typing import Any, Final, NamedTuple
 
 from numpy.typing import NDArray
@@ -139,15 +140,19 @@ def workspace_layout(shape: ModelShape) -> Layout:
 
     Each side has ``x`` (the residual stream), ``h`` (what a norm or an attention hands on) and ``wide`` (q, k and v, or
     the inside of the feed-forward block). The encoder's ``wide`` also takes the cross-attention keys and values. The
-    sides of a prefill, ``encoder`` and ``prefix``, share nothing with ``decoder``, so that both can run at once.
+    sides of a prefill, ``encoder`` and ``prefix``, share nothing with ``decoder``, so that both can run at once. Where
+    products have rows that nobody wants, each side of the decoder has room for them, and ``logits`` for what the head
+    makes of them.
     """
     config, limits, layout = shape.config, shape.limits, Layout()
     d, tokens, wide = config.d_model, limits.encoder_tokens, _encoder_wide(shape)
     for name, elements in (("encoder.x", tokens * d), ("encoder.h", tokens * d), ("encoder.wide", wide)):
         layout.add(name, elements * shape.itemsize)
     for side, rows in (("prefix", shape.prefix_rows), ("decoder", limits.max_batch)):
-        for name, width in (("x", d), ("h", d), ("wide", max(3 * d, config.decoder_ffn_dim)), ("hidden", d)):
-            layout.add(f"{side}.{name}", rows * width * shape.itemsize)
+        for name, width in _activations(shape).items():
+            layout.add(f"{side}.{name}", shape.product_rows(rows) * width * shape.itemsize)
+        if shape.head_scratch_rows:
+            layout.add(f"{side}.logits", shape.head_scratch_rows * shape.logits_stride * shape.itemsize)
         layout.add(f"{side}.table", table_layout(DECODER_COLUMNS, rows).nbytes)
     if shape.spare_rows:
         layout.add("decoder.spare", shape.spare_rows * shape.position_bytes)
@@ -161,6 +166,12 @@ def workspace_layout(shape: ModelShape) -> Layout:
     for name, size in gemm_bytes(shape).items():
         layout.add(f"{name}.gemm", size)
     return layout
+
+
+def _activations(shape: ModelShape) -> Mapping[str, int]:
+    """Return what each side of the decoder has for every row of its products, and the elements of a row."""
+    d = shape.config.d_model
+    return {"x": d, "h": d, "wide": max(3 * d, shape.config.decoder_ffn_dim), "hidden": d}
 
 
 def low_rank_bytes(shape: ModelShape) -> Mapping[str, int]:
@@ -262,7 +273,8 @@ class Workspace:
 
     def __init__(self, gpu: GpuBackend, shape: ModelShape) -> None:
         with ExitStack() as undo:
-            self.arena = Arena(gpu, workspace_layout(shape), tag="workspace")
+            layout = workspace_layout(shape)
+            self.arena = Arena(gpu, layout, tag="workspace")
             undo.callback(self.arena.free)
 
             def table(name: str, columns: Columns, rows: int) -> Table:
@@ -278,6 +290,10 @@ class Workspace:
                 "feed": table("feed", FEED_COLUMNS, shape.logits_rows),
                 "beams": table("beams", BEAM_COLUMNS, limits.max_batch),
             }
+            if shape.head_scratch_rows:  # products read rows past those of a pass, so these must hold something
+                for side, part in product(("prefix", "decoder"), _activations(shape)):
+                    name = f"{side}.{part}"
+                    gpu.memset(self.arena[name], 0, layout.sizes[name])
             self._teardown = undo.pop_all()
         sizes = gemm_bytes(shape)
         spaces = {

@@ -84,19 +84,18 @@ def reference(
             f"attention_weights: lengths: expected 1 to {longest} keys a row, got {lengths.min()} to {lengths.max()}"
         )
     dtype = dtypes.name_of(q.dtype)
-    keys = memory.gather_rows(spans, lengths, offset=k_offset, stride=kv_stride, width=heads * head_dim, dtype=dtype)
-    keys = keys.astype(np.float32, copy=False).reshape(rows, -1, heads, head_dim)
+    where: dict[str, Any] = {"offset": k_offset, "stride": kv_stride, "width": heads * head_dim, "dtype": dtype}
+    keys = memory.gather_rows(spans, lengths, **where, room=longest)  # as many, whoever has the most here
+    keys = keys.astype(np.float32, copy=False).reshape(rows, longest, heads, head_dim)
     query = q.astype(np.float32).reshape(rows, heads, 1, head_dim)
     query *= np.float32(scale)
     scores = np.matmul(query, keys.transpose(0, 2, 3, 1))[:, :, 0]
-    past = np.arange(scores.shape[-1]) >= lengths[:, None]
+    past = np.arange(longest) >= lengths[:, None]
     scores += np.where(past, np.float32(-np.inf), np.float32(0.0))[:, None, :]
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
-    weights = out.reshape(rows, heads, longest)
-    weights[:, :, : scores.shape[-1]] = scores
-    weights[:, :, scores.shape[-1] :] = 0
+    out[...] = scores.reshape(rows, heads * longest)
 
 
 def make_inputs(

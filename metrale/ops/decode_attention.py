@@ -65,6 +65,8 @@ UNKNOWN: Final = -1
 
 MOST_HEAD_DIM: Final = 256
 
+_KEYS = 16  # what the reference rounds a row's number of keys up to
+
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     """Give each row and head, or pair, a warp; the fewer pairs there are, the more warps share one.
@@ -111,39 +113,42 @@ def reference(
     ancestry_capacity: int,
     fresh: int,
 ) -> None:
-    """Scores, softmax and weighted sum in float32; keys past a row's length have weight 0."""
+    """Scores, softmax and weighted sum in float32; keys past a row's length have weight 0.
+
+    Rows whose numbers of keys round up to the same are taken together: the order of a row's sums follows from its own.
+    """
     if lengths.min() < 1:
         raise InvalidPointer(f"decode_attention: lengths: expected at least 1 key a row, got {lengths.min()}")
     width = heads * head_dim
     first = min(k_offset, v_offset)  # keys and values are neighbours as a rule: one gather fetches both
-    addresses, counts = spans, lengths
-    places = _places(lengths, ancestry, ancestry_index, beam_positions)
-    if places is not None:  # one address a position: no stride leads from an ancestor's position to the next
-        steps = places * (kv_stride * q.itemsize)
-        addresses, counts = (spans[:, None] + steps.astype(np.uint64)).ravel(), np.ones(steps.size, dtype=np.int32)
-    gathered = memory.gather_rows(
-        addresses,
-        counts,
-        offset=first,
-        stride=kv_stride,
-        width=max(k_offset, v_offset) + width - first,
-        dtype=dtypes.name_of(q.dtype),
-    )
-    cached = gathered.reshape(rows, -1, gathered.shape[-1]).astype(np.float32, copy=False)
-
-    def per_head(offset: int) -> Array:
-        return cached[:, :, offset - first :][:, :, :width].reshape(rows, -1, heads, head_dim)
-
-    query = q.astype(np.float32).reshape(rows, heads, 1, head_dim)
-    query *= np.float32(scale)
-    scores = np.matmul(query, per_head(k_offset).transpose(0, 2, 3, 1))
-    past = np.arange(scores.shape[-1]) >= lengths[:, None]
-    scores += np.where(past, np.float32(-np.inf), np.float32(0.0))[:, None, None, :]
-    scores -= scores.max(axis=-1, keepdims=True)
-    np.exp(scores, out=scores)
-    mixed = np.matmul(scores, per_head(v_offset).transpose(0, 2, 1, 3))
-    mixed /= scores.sum(axis=-1, keepdims=True)
-    out[...] = mixed.reshape(rows, width)
+    where = {"offset": first, "stride": kv_stride, "width": max(k_offset, v_offset) + width - first}
+    rounded = -(-lengths // _KEYS) * _KEYS
+    places = _places(lengths, int(rounded.max()), ancestry, ancestry_index, beam_positions)
+    rooms = sorted({*rounded.tolist()})
+    for room in rooms:
+        some = np.flatnonzero(rounded == room) if len(rooms) > 1 else slice(None)
+        addresses, counts, depth = spans[some], lengths[some], room
+        count = len(counts)
+        if places is not None:  # one address a position: no stride leads from an ancestor's position to the next
+            steps = places[some, :room] * (kv_stride * q.itemsize)
+            addresses = (addresses[:, None] + steps.astype(np.uint64)).ravel()
+            counts, depth = np.ones(steps.size, dtype=np.int32), 1
+        gathered = memory.gather_rows(addresses, counts, **where, dtype=dtypes.name_of(q.dtype), room=depth)
+        cached = gathered.reshape(count, room, -1).astype(np.float32, copy=False)
+        keys, values = (
+            cached[:, :, offset - first :][:, :, :width].reshape(count, room, heads, head_dim)
+            for offset in (k_offset, v_offset)
+        )
+        query = q[some].astype(np.float32).reshape(count, heads, 1, head_dim)
+        query *= np.float32(scale)
+        scores = np.matmul(query, keys.transpose(0, 2, 3, 1))
+        past = np.arange(room) >= lengths[some, None]
+        scores += np.where(past, np.float32(-np.inf), np.float32(0.0))[:, None, None, :]
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        mixed = np.matmul(scores, values.transpose(0, 2, 1, 3))
+        mixed /= scores.sum(axis=-1, keepdims=True)
+        out[some] = mixed.reshape(count, width)
 
 
 def _check_ancestry(ancestry: object, ancestry_index: object, beam_positions: object) -> None:
@@ -157,11 +162,11 @@ def _check_ancestry(ancestry: object, ancestry_index: object, beam_positions: ob
 
 
 def _places(
-    lengths: Array, ancestry: Array | None, ancestry_index: Array | None, beam_positions: Array | None
+    lengths: Array, room: int, ancestry: Array | None, ancestry_index: Array | None, beam_positions: Array | None
 ) -> Array | None:
     """Return which position of its span each position of each row is, or None where no row has an ancestry.
 
-    The result is int64 ``[rows, max(lengths)]``; places past a row's length repeat its last one.
+    The result is int64 ``[rows, room]``; places past a row's length repeat its last one.
 
     Raises
     ------
@@ -187,7 +192,7 @@ def _places(
             f"decode_attention: lengths: expected at most the {capacity} positions of an ancestry and the "
             f"{beam_positions[row]} of a beam's storage, got {lengths[row]} in row {row}"
         )
-    position = np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
+    position = np.minimum(np.arange(room), lengths[:, None] - 1)
     ancestors = np.zeros(position.shape, dtype=np.int64)
     ancestors[beams] = ancestry[ancestry_index[beams, None], position[beams]]
     if ancestors.min() < 0:

@@ -101,7 +101,7 @@ def check(
 
 
 def reference(op: str, memory: DeviceMemory, v: dict[str, Any], x: Array, out: Array) -> None:
-    """LayerNorm's reference, rounded to the element type, and the product's; ``x`` and ``out`` have rows."""
+    """LayerNorm's reference, rounded to the element type, and the product's by rows, which ``x`` and ``out`` have."""
     gamma, beta, spans, positions = (v[name] for name in ("gamma", "beta", "spans", "positions"))
     check_pairs(op, gamma=gamma, beta=beta, spans=spans, positions=positions)
     activation, residual = ACTIVATION_NAMES[v["activation"]], bool(v["residual"])
@@ -112,7 +112,7 @@ def reference(op: str, memory: DeviceMemory, v: dict[str, Any], x: Array, out: A
         plain, x = x, np.empty((rows, k), dtype=x.dtype)
         normalise(x=plain, weight=gamma, bias=beta, out=x, rows=rows, width=k, eps=v["eps"])
     product = np.empty((rows, n), dtype=x.dtype) if in_place else out
-    gemm_reference(x, v["weight"], product, v["bias"], activation=activation, accumulate=residual)
+    gemm_reference(x, v["weight"], product, v["bias"], activation=activation, accumulate=residual, by_row=True)
     if in_place:
         out[...] = product[:, :kv_from]
         where = {"offset": v["kv_offset"], "stride": v["kv_stride"], "dtype": dtypes.name_of(x.dtype)}

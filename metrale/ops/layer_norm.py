@@ -43,7 +43,8 @@ def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
 
 def reference(*, x: Array, weight: Array, bias: Array, out: Array, rows: int, width: int, eps: float) -> None:
     """Mean and biased variance in float32, in two passes."""
-    centred = np.subtract(x, x.mean(axis=1, keepdims=True, dtype=np.float32), dtype=np.float32)
+    values = x.astype(np.float32, copy=False)  # converted in pieces as it sums, NumPy would cut rows by their places
+    centred = values - values.mean(axis=1, keepdims=True)
     variance = np.einsum("rc,rc->r", centred, centred) / np.float32(width)
     centred *= (1.0 / np.sqrt(variance + np.float32(eps)))[:, None]
     centred *= weight

@@ -19,6 +19,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 ACTIVATION_NAMES: Final = tuple(ACTIVATIONS)
 """The activations by the number that stands for them in the spec."""
 
+ANY: Final = -1
+"""The ``algorithm`` that leaves the choice to the library."""
+
 SPEC: Final = OpSpec(
     name="linear",
     args=(
@@ -35,6 +38,7 @@ SPEC: Final = OpSpec(
         scalar("residual", "i32"),
         tensor("workspace", "inout", "u8", "workspace_bytes", optional=True, reads_when=False),
         scalar("workspace_bytes", "i64"),
+        scalar("algorithm", "i32"),
     ),
     tolerance=inputs.ONE_ROUNDING,
     library=True,
@@ -43,7 +47,8 @@ SPEC: Final = OpSpec(
 
 def enqueue(gpu: GpuBackend, dtype: str, values: Sequence[Any], stream: StreamLike) -> None:
     """Call the backend's product."""
-    x, weight, bias, out, rows, n, k, x_stride, out_stride, activation, residual, workspace, workspace_bytes = values
+    x, weight, bias, out, rows, n, k, x_stride, out_stride, activation, residual, *space, algorithm = values
+    workspace, workspace_bytes = space
     gpu.gemm(
         x,
         weight,
@@ -59,15 +64,17 @@ def enqueue(gpu: GpuBackend, dtype: str, values: Sequence[Any], stream: StreamLi
         ldc=out_stride,
         workspace=workspace,
         workspace_bytes=workspace_bytes,
+        algorithm=None if algorithm == ANY else algorithm,
         stream=stream,
     )
 
 
 def reference(
-    *, x: Array, weight: Array, bias: Array | None, out: Array, activation: int, residual: int, **_: Any
+    *, x: Array, weight: Array, bias: Array | None, out: Array, activation: int, residual: int, algorithm: int, **_: Any
 ) -> None:
     """The product's own reference, which has no use for a workspace."""
-    gemm_reference(x, weight, out, bias, activation=ACTIVATION_NAMES[activation], accumulate=bool(residual))
+    options: dict[str, Any] = {"activation": ACTIVATION_NAMES[activation], "accumulate": bool(residual)}
+    gemm_reference(x, weight, out, bias, **options, by_row=algorithm != ANY)
 
 
 def scratch_bytes(rows: int, n: int, k: int, dtype: str, activation: str) -> int:
@@ -88,6 +95,7 @@ def make_inputs(
     x_pad: int = 0,
     out_pad: int = 0,
     spare: int = 0,
+    algorithm: int = ANY,
 ) -> Inputs:
     """``spare`` is workspace in bytes beyond what the product cannot do without."""
     workspace_bytes = scratch_bytes(rows, n, k, dtype, activation) + spare
@@ -105,6 +113,7 @@ def make_inputs(
         "residual": int(residual),
         "workspace": np.full(workspace_bytes, 0xA5, dtype=np.uint8) if workspace_bytes else None,
         "workspace_bytes": workspace_bytes,
+        "algorithm": algorithm,
     }
 
 
@@ -122,6 +131,8 @@ CASES: Final = (
     {"rows": 33, "n": 128, "k": 512, "spare": 1 << 20},
     {"rows": 2, "n": 16, "k": 4096},
     {"rows": 3, "n": 5, "k": 257},
+    {"rows": 64, "n": 130, "k": 300, "algorithm": 0, "x_pad": 4},
+    {"rows": 5, "n": 64, "k": 48, "algorithm": 0, "residual": True},
 )
 
 OP: Final = REGISTRY.register(Op(SPEC, reference, make_inputs, CASES, enqueue=enqueue))
@@ -144,6 +155,7 @@ def linear(
     residual: bool = False,
     workspace: int = NULL,
     workspace_bytes: int = 0,
+    algorithm: int | None = None,
     stream: StreamLike = 0,
 ) -> None:
     """Enqueue a dense layer of ``rows`` rows from ``k`` to ``n`` features.
@@ -152,6 +164,7 @@ def linear(
     contiguous); ``weight`` is ``[n, k]``; ``bias`` is ``[n]``, or NULL for none. With ``residual`` the result is added
     to what ``out`` holds, and no activation may be named. ``workspace`` is device memory of ``workspace_bytes`` bytes,
     at least `scratch_bytes`, that the layer may use until the stream has passed it; its content is then unspecified.
+    ``algorithm`` is a fixed choice among the library's, as `gpu_runtime.GpuBackend.gemm` has it; None lets it choose.
 
     Raises
     ------
@@ -161,6 +174,7 @@ def linear(
     if activation not in ACTIVATION_NAMES:
         raise ValueError(f"linear: activation: expected one of {ACTIVATION_NAMES}, got {activation!r}")
     strides = (k if x_stride is None else x_stride, n if out_stride is None else out_stride)
-    options = (ACTIVATION_NAMES.index(activation), int(residual), workspace, workspace_bytes)
+    fixed = ANY if algorithm is None else algorithm
+    options = (ACTIVATION_NAMES.index(activation), int(residual), workspace, workspace_bytes, fixed)
     values = (x, weight, bias or NULL, out, rows, n, k, *strides, *options)
     OP.launch(gpu, dtype, values, stream)

@@ -67,7 +67,7 @@ def reference(
         held = adapter_rows.held(ranks[adapter], room)
         if held.any():
             product = np.empty((len(group), int(held.sum())), np.float32)
-            gemm_reference(x[group], a[adapter].reshape(-1, k)[held], product)
+            gemm_reference(x[group], a[adapter].reshape(-1, k)[held], product, by_row=True)
             t[np.ix_(group, held)] = product
 
 

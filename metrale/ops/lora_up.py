@@ -79,7 +79,8 @@ def reference(
         for segment in np.flatnonzero(ranks[adapter]):
             rank = ranks[adapter, segment]
             factors = t[group, segment * room : segment * room + rank]
-            gemm_reference(factors, matrices[segment, :rank].T, delta, alpha=float(scales[adapter, segment]))
+            options: dict[str, Any] = {"alpha": float(scales[adapter, segment]), "by_row": True}
+            gemm_reference(factors, matrices[segment, :rank].T, delta, **options)
             values[group, segment * width : (segment + 1) * width] += delta
     function = ACTIVATIONS[ACTIVATION_NAMES[activation]]
     if function is not None:

@@ -24,7 +24,7 @@ DEMO = demo_model_path()
 
 
 def test_the_demo_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    limits = {"max_batch": 4, "max_source_len": 64, "max_new_tokens": 32}
+    limits: dict[str, Any] = {"max_batch": 4, "max_source_len": 64, "max_new_tokens": 32}
     options = [text for name, value in limits.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     assert main(["inspect", "--model", str(DEMO), "--json", "--device", "host", "--dtype", "float16", *options]) == 0
     out, err = capsys.readouterr()

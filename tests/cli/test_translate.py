@@ -132,6 +132,7 @@ def test_options_reach_the_model(fakes: list[FakeTranslator]) -> None:
         "max_source_len": 20,
         "max_new_tokens": 9,
         "legacy_order": False,
+        "batch_invariant": False,
     }
     assert fakes[0].arguments == [
         {

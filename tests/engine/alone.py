@@ -6,8 +6,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -33,11 +32,6 @@ RECIPES: Final = (
     Recipe(34, "encoder_attn|fc1", {"r": 3, "lora_alpha": 2, "use_rslora": True}),
 )
 """The adapters of the jobs; ranks up to 4."""
-
-_PRODUCTS: Final = ("gpu_runtime.host.product_calls", "metrale.ops.lora_down", "metrale.ops.lora_up")
-"""The modules that compute products of several rows."""
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @functools.cache
@@ -69,13 +63,10 @@ def load(
 def products_by_rows() -> Iterator[None]:
     """Compute every row of a product by itself: BLAS sums in an order that depends on the number of rows."""
 
-    def by_rows(a: Array, w: Array, c: Array, bias: Array | None = None, **options: Any) -> None:
-        for row in range(len(a)):
-            gemm_reference(a[row : row + 1], w, c[row : row + 1], bias, **options)
+    def by_rows(*operands: Any, **options: Any) -> None:
+        gemm_reference(*operands, **{**options, "by_row": True})
 
-    with ExitStack() as stack:
-        for module in _PRODUCTS:
-            stack.enter_context(mock.patch.object(import_module(module), "gemm_reference", by_rows))
+    with mock.patch("gpu_runtime.host.product_calls.gemm_reference", by_rows):
         yield
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from gpu_runtime import DevicePtr, GpuBackend, InvalidPointer, dtypes
 from gpu_runtime.gemm import Gemm
-from tests.backends import host_only
+from tests.backends import cuda_only, host_only
 from tests.ops.harness import download, upload
 from tests.ops.oracles import ACTIVATIONS
 
@@ -326,3 +326,42 @@ def test_the_workspace_is_apart_from_the_operands(gpu: GpuBackend, name: str) ->
     with pytest.raises(ValueError, match=f"gemm: workspace: expected memory apart from {name}"):
         multiply(gpu, workspace=ptr, workspace_bytes=768, **{name: ptr + 512})
     multiply(gpu, workspace=ptr, workspace_bytes=512, **{name: ptr + 512})
+
+
+def row_in_company(gpu: GpuBackend, dtype: str, n: int, k: int, places: dict[int, int]) -> set[bytes]:
+    """Return the bits of one row times one matrix, by algorithm 0, at places among so many rows of others."""
+    rng = np.random.default_rng(n + k)
+    row, w, bias = (
+        random(rng, (k,), dtype),
+        upload(gpu, random(rng, (n, k), dtype)),
+        upload(gpu, random(rng, (n,), dtype)),
+    )
+    size = gpu.limits().gemm_workspace_bytes
+    space: dict[str, Any] = {"workspace": gpu.alloc(size), "workspace_bytes": size} if size else {}
+    found = set()
+    for place, rows in places.items():
+        a = random(rng, (rows, k), dtype)
+        a[place] = row
+        out = np.zeros((rows, n), a.dtype)
+        at, c = upload(gpu, a), upload(gpu, out)
+        gpu.gemm(at, w, c, rows, n, k, dtype=dtype, bias=bias, algorithm=0, **space)
+        found.add(download(gpu, c, out)[place].tobytes())
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize(("n", "k"), [(128, 32), (130, 300)])
+def test_a_given_algorithm_computes_a_row_by_itself(gpu: GpuBackend, dtype: str, n: int, k: int) -> None:
+    """With the rows that the device asks for; on the host, with any number."""
+    fixed = gpu.limits().fixed_rows
+    places = {0: fixed, 17: 64, 63: 64} if fixed == 1 else dict.fromkeys((0, 1, 17, 40, 63), fixed)
+    assert len(row_in_company(gpu, dtype, n, k, places)) == 1
+
+
+@cuda_only
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize(("n", "k"), [(3072, 1024), (1024, 4096), (8192, 2048), (2048, 8192), (256256, 1024)])
+def test_a_given_algorithm_computes_a_row_of_a_layer_by_itself(gpu: GpuBackend, dtype: str, n: int, k: int) -> None:
+    """Of the layers and the head of models 1,024 and 2,048 wide."""
+    fixed = gpu.limits().fixed_rows
+    assert len(row_in_company(gpu, dtype, n, k, dict.fromkeys((0, 1, 7, 8, 17, 31, 32, 40, 62, 63), fixed))) == 1

@@ -48,6 +48,9 @@ def test_gather(spans: tuple[HostMemory, Array]) -> None:
         for place in range(5):
             first = 100 * index + min(place, length - 1) * STRIDE + 1
             assert rows[index, place].tolist() == [first, first + 1, first + 2, first + 3]
+    wider = gather(*spans, [5, 2], room=8)
+    assert wider[:, :5].tolist() == rows.tolist()
+    assert wider[:, 5:].tolist() == [[row[4].tolist()] * 3 for row in rows]
 
 
 def test_scatter(spans: tuple[HostMemory, Array]) -> None:

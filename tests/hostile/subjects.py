@@ -143,6 +143,7 @@ _LOADING: Final[dict[str, Kind]] = {
     "dtype": choice("auto", short="f32", numpy="float64", upper="Float32", bytes=b"auto", unhashable={}),
     **_LIMITS,
     "kv_bytes": whole(1 << 20, 1, (1 << 63) - 1, optional=True),
+    "batch_invariant": flag(False),
 }
 
 SUBJECTS: Final[dict[str, Subject]] = {

@@ -17,7 +17,7 @@ DENSE_MUTANTS: list[Mutant] = [
         ('product, v["bias"]', "product, None"),
         ('gemm_reference(x, v["weight"]', 'gemm_reference(x, -v["weight"]'),
         ("activation=activation, accumulate", 'activation="none", accumulate'),
-        ("accumulate=residual)", "accumulate=not residual)"),
+        ("accumulate=residual,", "accumulate=not residual,"),
         ("out[...] = product[:, :kv_from]", "out[...] = product[:, n - kv_from :]"),
         ("product[:, kv_from:], **where", "product[:, : n - kv_from], **where"),
         ('{"offset": v["kv_offset"]', '{"offset": 0'),

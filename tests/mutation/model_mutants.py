@@ -15,6 +15,7 @@ from tests.mutation.engine_mutants import ENGINE_MUTANTS
 from tests.mutation.family_mutants import FAMILY_MUTANTS
 from tests.mutation.folder_mutants import FOLDER_MUTANTS
 from tests.mutation.hostile_mutants import HOSTILE_MUTANTS
+from tests.mutation.invariance_mutants import INVARIANCE_MUTANTS
 from tests.mutation.mutant import Mutant
 from tests.mutation.rules import files, rules
 from tests.mutation.search_mutants import SEARCH_MUTANTS
@@ -74,8 +75,8 @@ MODEL_MUTANTS: list[Mutant] = [
         ("length = span.source_len or 1", "length = max(span.source_len - 1, 1)"),
         ("scale=config.decoder_head_dim**-0.5", "scale=config.encoder_head_dim**-0.5"),
         ("heads=config.decoder_attention_heads", "heads=config.encoder_attention_heads"),
-        ("(work.depth - 1) * d * shape.itemsize", "0 * d * shape.itemsize"),
-        ("x_stride=work.depth * d", "x_stride=d"),
+        ("(work.depth - 1) * width", "0 * width"),
+        ("work.depth * width\n", "width\n"),
     ),
     *rules(
         "KV cache",
@@ -379,6 +380,7 @@ MODEL_MUTANTS: list[Mutant] = [
         ("np.isinf(converted) & np.isfinite(array)", "np.isinf(converted)"),
     ),
     *SERVING_MUTANTS,
+    *INVARIANCE_MUTANTS,
     *TOKENIZER_MUTANTS,
     *SEARCH_MUTANTS,
     *ADAPTER_MUTANTS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Host backends for tests of a model: one that knows what is ordered after what, and one that pads steps."""
+"""Host backends for tests of a model: one that knows what is ordered after what, and some that are more like a GPU."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ class Padding(HostBackend):
 
     def limits(self) -> Limits:
         return replace(super().limits(), pad_batches=True)
+
+
+class ByShape(Padding):
+    """A device whose products round far apart for another number of rows, as a library may for another algorithm."""
+
+    def limits(self) -> Limits:
+        return replace(super().limits(), fixed_rows=64)
+
+    def gemm(self, a: int, w: int, c: int, m: int, *args: Any, **options: Any) -> None:
+        super().gemm(a, w, c, m, *args, **options, alpha=1 + m / 1024)
 
 
 class OrderedBackend(HostBackend):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A row's result has the same bits alone and beside any others, for every op that is a kernel of ours."""
+"""A row's result has the same bits alone and beside any others, for every op that is a kernel of ours.
+
+And for its reference, which is what the host computes; there, fewer neighbours are tried.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,7 @@ from metrale.ops.beam_select import OP as BEAM_SELECT
 from metrale.ops.beam_states import KINDS as SEARCHES
 from metrale.ops.gemv import OP as GEMV
 from metrale.ops.sample import ROWS as SAMPLE_ROWS
-from tests.backends import cuda_only
 from tests.ops.harness import Array, Values, download, run, seed_of, upload
-
-pytestmark = cuda_only
 
 ROWS = 64
 CASES: dict[str, tuple[Mapping[str, Any], ...]] = {
@@ -94,7 +94,11 @@ SEARCH_CASES: tuple[Mapping[str, Any], ...] = (
 SUBSETS = ([0], [1], [31], [ROWS - 1], [0, 1], list(range(7)), list(range(5, 38)), list(range(ROWS))[::-1])
 
 
-def test_every_kernel_is_covered(gpu: GpuBackend) -> None:
+def subsets_on(gpu: GpuBackend) -> tuple[list[int], ...]:
+    return SUBSETS if gpu.kind() == "cuda" else SUBSETS[2::4]
+
+
+def test_every_kernel_is_covered() -> None:
     assert {*CASES, BEAM_SELECT.spec.name, GEMV.spec.name} == {op.spec.name for op in REGISTRY if not op.spec.library}
 
 
@@ -111,7 +115,7 @@ def test_the_same_bits_in_any_company(gpu: GpuBackend, op: Op, case: Mapping[str
     inputs = op.make_inputs(np.random.default_rng(seed_of(op, dtype, case)), dtype, **case)
     pick = sequences_of if op.spec.name == "packed_attention" else rows_of
     whole = results(op, gpu, dtype, inputs)
-    for subset in SUBSETS:
+    for subset in subsets_on(gpu):
         part, where = pick(op, inputs, subset)
         for name, found in results(op, gpu, dtype, part).items():
             before = inputs[name]
@@ -130,7 +134,7 @@ def test_a_search_has_the_same_bits_in_any_company(gpu: GpuBackend, case: Mappin
     inputs: dict[str, Any] = dict(BEAM_SELECT.make_inputs(np.random.default_rng(5), "f32", **case))
     whole = run(BEAM_SELECT, gpu, "f32", inputs)
     first, count = (inputs["counts"][:, GROUP_COLUMNS.index(name)] for name in ("member", "beams"))
-    for subset in SUBSETS:
+    for subset in subsets_on(gpu):
         part = {name: np.ascontiguousarray(inputs[name][subset]) for name in ("counts", "settings", "results")}
         found = run(BEAM_SELECT, gpu, "f32", {**inputs, **part, "groups": len(subset)})
         members = [inputs["members"][first[group] : first[group] + count[group]] for group in subset]

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Mutants of what makes a sequence's bits its own, in any batch."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import Mutant
+from tests.mutation.rules import files, rules
+
+_GROUP = "batch invariance"
+_MODEL = files("invariant")
+_OPS = ("tests/ops/test_batch_invariance.py",)
+_PRODUCTS = ("tests/gpu_runtime/test_gemm.py", "-k", "given_algorithm")
+
+INVARIANCE_MUTANTS: list[Mutant] = [
+    *rules(
+        _GROUP,
+        "metrale.nllb.layers",
+        _MODEL,
+        ("if self.count == 1 and not self.invariant:", "if self.count == 1:"),
+        ("return self.invariant or self.count == 1 or", "return self.count == 1 or"),
+        ("if self.invariant and self._is_thin(n, k):", "if False:"),
+        ("self.shape.product_rows(count) if self.invariant else count", "count"),
+        ("algorithm=PINNED if self.invariant else None", "algorithm=None"),
+        ("launches(self.count) if self.invariant else [(0, self.count)]", "[(0, self.count)]"),
+        ("kv.spans.offset(8 * first)", "kv.spans"),
+        ("kv.positions.offset(4 * first)", "kv.positions"),
+        ("out.offset(first * n * size),\n                rows=", "out,\n                rows="),
+        ('shape.batch_invariant and side != "encoder"', "shape.batch_invariant"),
+    ),
+    *rules(
+        _GROUP,
+        "metrale.nllb.decoder",
+        _MODEL,
+        ("if rows.invariant:", "if False:"),
+        ("if apart != width:", "if False:"),
+        ("made = shape.product_rows(count)", "made = count"),
+        ("count * row_bytes, rows.stream", "row_bytes, rows.stream"),
+        ('self._workspace[f"{self._side}.logits"]', 'self._workspace["decoder.logits"]'),
+        ("algorithm=PINNED if rows.invariant else None", "algorithm=None"),
+        ("self._shape.always_adapts or any(", "any("),
+    ),
+    *rules(
+        _GROUP,
+        "metrale.nllb.passes",
+        _MODEL,
+        ("if self._shape.batch_invariant:", "if False:"),
+    ),
+    *rules(
+        _GROUP,
+        "metrale.nllb.workspace",
+        _MODEL,
+        ("shape.product_rows(rows) * width", "rows * width"),
+        ("gpu.memset(self.arena[name], 0, layout.sizes[name])", "pass"),
+    ),
+    *rules(
+        _GROUP,
+        "metrale.nllb.limits",
+        _MODEL,
+        ("self.fixed_rows if self.batch_invariant else rows", "self.fixed_rows"),
+        ("if self.product_rows(1) > 1 else 0", ""),
+        ("return self.batch_invariant and self.limits.max_adapters > 0", "return False"),
+    ),
+    *rules(
+        _GROUP,
+        "metrale.factory",
+        _MODEL,
+        ('    batch_invariant = flag("batch_invariant", batch_invariant)\n    folders', "    folders"),
+        ('    batch_invariant = flag("batch_invariant", batch_invariant)\n    path', "    path"),
+        ("        device.fixed_rows,\n", "        1,\n"),
+    ),
+    *rules(
+        _GROUP,
+        "metrale.ops.decode_attention",
+        _OPS,
+        ("rounded = -(-lengths // _KEYS) * _KEYS", "rounded = np.full_like(lengths, lengths.max())"),
+    ),
+    *rules(_GROUP, "metrale.ops.attention_weights", _OPS, ("room=longest)", "room=None)")),
+    *rules(_GROUP, "metrale.ops.dense", _OPS, ("by_row=True", "by_row=False")),
+    *rules(_GROUP, "metrale.ops.lora_down", _OPS, ("by_row=True", "by_row=False")),
+    *rules(_GROUP, "metrale.ops.lora_up", _OPS, ('"by_row": True', '"by_row": False')),
+    *rules(_GROUP, "metrale.ops.linear", _MODEL, ("None if algorithm == ANY else algorithm", "None")),
+    *rules(
+        _GROUP,
+        "gpu_runtime.gemm",
+        _PRODUCTS,
+        ("_multiply_rows if by_row else _multiply", "_multiply"),
+        ("multiply(a32[:, start : start + CHAIN]", "_multiply(a32[:, start : start + CHAIN]"),
+    ),
+    *rules(
+        _GROUP,
+        "gpu_runtime.host.product_calls",
+        _PRODUCTS,
+        ("by_row = algorithm is not None", "by_row = False"),
+        ("by_row=call.by_row", "by_row=False"),
+    ),
+]
