@@ -461,8 +461,7 @@ STEP: dict[str, int] = {
     "launch_graph": 1,
     "copy_h2d_async": 1,  # its table
     "event_query": 1,  # whether the table's page-locked slot is free
-    "record_event": 2,  # that slot's, and the decode turn's
-    "stream_wait_event": 2,  # the feeding turn, and the decode turn
+    "record_event": 2,  # that slot's, and the decode turn's, for which nobody waits on the same stream
     "stream_is_capturing": 1,
     "is_watched": 1,
 }
@@ -472,7 +471,6 @@ CHOICE: dict[str, int] = {
     "copy_d2h_async": 1,
     "event_query": 2,  # the caller's event, and the slot's
     "record_event": 3,  # the slot's, the feeding turn's and the caller's
-    "stream_wait_event": 3,
     "stream_is_capturing": 1,
 }
 SAID = ("kernel", "limits")
