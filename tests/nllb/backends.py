@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpu_runtime.host import HostBackend
-from gpu_runtime.limits import Limits
+from gpu_runtime.limits import PORTABLE_CLUSTER, Limits
 from gpu_runtime.streams import StreamLike
 
 Nodes = int
@@ -21,6 +21,13 @@ class Padding(HostBackend):
 
     def limits(self) -> Limits:
         return replace(super().limits(), pad_batches=True)
+
+
+class Clustered(HostBackend):
+    """A device whose blocks form clusters."""
+
+    def limits(self) -> Limits:
+        return replace(super().limits(), max_cluster=PORTABLE_CLUSTER)
 
 
 class ByShape(Padding):
