@@ -66,12 +66,11 @@ SEARCH_MUTANTS: list[Mutant] = [
     *rules(
         "beam selections",
         "metrale.nllb.beams",
-        _BOTH,
+        (*_BOTH, *files("slot_columns")),
         ("        if len(rows) != len(counts):\n", "        if False:\n"),
         ("or after > past or", "or"),
         ("or type(ptr) is not DevicePtr:", "or False:"),
         ("            if ptr != end or after", "            if after"),
-        ("                if ptr != end:\n", "                if True:\n"),
         ("first, end = first + count, after", "first, end = first + 1, after"),
     ),
     *rules(

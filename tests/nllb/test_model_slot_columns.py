@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gpu_runtime.pointer import DevicePtr
+from metrale.errors import InvalidInput
 from metrale.model import BEAM_DONE_FLAG, GREEDY, BeamParams, FeedSource, PrefillSlice, SamplingParams, SequenceState
 from metrale.nllb.fed import ADAPTERS, ANCESTRY, BEAM_POSITIONS, COUNTS, CROSS_LENGTHS, SPANS
 from metrale.nllb.model import NllbModel
@@ -33,7 +34,7 @@ ENDS = SamplingParams(eos_ids=(2,), max_new_tokens=6)
 def check_columns(model: NllbModel) -> None:
     """Compare the columns with the live sequences and their spans, which are asked one by one."""
     columns, live, searches = model._columns, model._table._live, 0
-    for slot in range(SLOTS):
+    for slot in range(model.shape.limits.max_batch):
         if slot not in live:
             assert columns.ancestry[slot] == -1
             assert columns.rows([slot]) == [(slot,)]
@@ -142,7 +143,7 @@ class Life:
 def test_columns_follow_whatever_becomes_of_sequences(make_tiny: MakeModel, seed: int) -> None:
     model = make_tiny(max_batch=SLOTS)
     life = Life(model, seed)
-    acts = (life.begin, life.begin, life.begin_beams, life.free, life.again, life.move, life.swap)
+    acts = (life.begin, life.begin_beams, life.begin_beams, life.free, life.again, life.move, life.swap)
     for _ in range(60):
         life.random.choice((*acts, life.step, life.step_beams))()
         check_columns(model)
@@ -217,7 +218,10 @@ def test_searches_at_different_places_concern_each_other_in_nothing(make_tiny: M
     asked = [
         (BeamParams(2, 0.5), SamplingParams(eos_ids=(2,), max_new_tokens=4, forced_eos_id=9)),
         (BeamParams(3, -1.0), SamplingParams(eos_ids=(*range(2, 97, 2),), max_new_tokens=8, min_new_tokens=5)),
-        (BeamParams(3, 2.0, True), SamplingParams(eos_ids=(2, 4), max_new_tokens=7, repetition_penalty=1.5)),
+        (
+            BeamParams(3, 2.0, True),
+            SamplingParams(eos_ids=(2, 4), max_new_tokens=7, repetition_penalty=1.5, forced_eos_id=11),
+        ),
     ]
     alone = []
     for beams, params in asked:
@@ -244,6 +248,27 @@ def test_searches_at_different_places_concern_each_other_in_nothing(make_tiny: M
     for slot, one in zip(sorted(found), alone, strict=True):
         assert [each.ids for each in found[slot]] == [each.ids for each in one]
         assert [each.score for each in found[slot]] == pytest.approx([each.score for each in one], rel=1e-5)
+
+
+@host_only
+def test_rows_that_go_on_from_others_are_looked_at_as_well(tiny: NllbModel) -> None:
+    (one, row), (other, _) = (search(tiny, BeamParams(2), ENDS) for _ in range(2))
+    arena, row_bytes = tiny._logits.arena, tiny.logits_row_bytes()
+    last = arena.row(arena.rows - 1)
+    for rows in ([last, last.offset(row_bytes)], [row, float(row + row_bytes)], [row, row.offset(1)]):
+        with pytest.raises(InvalidInput) as refused:
+            select(tiny, rows, [one, other])  # type: ignore[arg-type]
+        assert refused.value.argument == "ptr"
+
+
+def test_nothing_waits_for_a_sequence_whose_search_has_ended(tiny: NllbModel) -> None:
+    """As it does when the device fails to begin another."""
+    seq, row = search(tiny, BeamParams(2), ENDS)
+    select(tiny, [row], [seq])
+    tiny._beams.forget(seq)
+    check_columns(tiny)
+    with pytest.raises(InvalidInput, match="has chosen an id"):
+        tiny.decode_batch_fed([SAMPLED], [seq])
 
 
 def wrong_slot(model: NllbModel, seq: SequenceState) -> None:
