@@ -82,8 +82,8 @@ class Admission:
             self._model.free_sequence(seq)
             raise
         seq.prefix_tokens = request.prefix_tokens
-        ids = list(swapped.ids)
-        return Lane(swapped.handle, seq, limit, chosen=len(ids), ids=ids, pending=ids[-1], adapter=swapped.adapter)
+        ids = swapped.handle.tokens
+        return Lane(swapped.handle, seq, limit, chosen=len(ids), pending=ids[-1], adapter=swapped.adapter)
 
     def swap_out(self, lane: Lane) -> Swapped:
         """Move a lane's sequence to host memory. No step with it may be in flight.
@@ -93,7 +93,7 @@ class Admission:
         lane.settle()
         data = io.BytesIO()
         self._model.save_sequence_state(lane.seq, data)
-        swapped = Swapped(lane.handle, lane.ids, lane.seq.seq_len, data.getvalue(), lane.adapter)
+        swapped = Swapped(lane.handle, lane.seq.seq_len, data.getvalue(), lane.adapter)
         self._model.free_sequence(lane.seq)
         return swapped
 

@@ -55,6 +55,8 @@ class RequestHandle:
         When the request is to end with "timeout".
     admitted_at : float or None
         When the request first got a lane; the engine writes it.
+    cancel_requested : bool
+        Whether somebody asked for the request's end.
     first_token_at, finished_at : float or None
     adapter_id : int
         The model's number for the adapter that was in the request's slot when it came.
@@ -65,14 +67,12 @@ class RequestHandle:
     __slots__ = (
         "__weakref__",
         "_callbacks",
-        "_cancel_requested",
         "_clock",
         "_end_waiters",
         "_engine_thread",
         "_eos_id",
         "_error",
         "_found",
-        "_length",
         "_lock",
         "_logprobs",
         "_on_cancel",
@@ -81,6 +81,7 @@ class RequestHandle:
         "_tokens",
         "adapter_id",
         "admitted_at",
+        "cancel_requested",
         "deadline",
         "finished_at",
         "first_token_at",
@@ -112,12 +113,11 @@ class RequestHandle:
         self._lock = threading.Lock()
         self._tokens = array("i")
         self._logprobs = array("d")
-        self._length = request.counted_from
         self._found: list[Hypothesis] | None = None
         self._reason: FinishReason | None = None
         self._eos_id: int | None = None
         self._error: str | None = None
-        self._cancel_requested = False
+        self.cancel_requested = False
         self._token_waiters: list[Wakeup] = []
         self._end_waiters: list[Wakeup] = []
         self._callbacks: list[Callable[[RequestHandle], object]] = []
@@ -149,8 +149,8 @@ class RequestHandle:
         """
         if self._reason is not None:
             return False
-        if not self._cancel_requested:
-            self._cancel_requested = True  # before the call: whoever is called looks at it
+        if not self.cancel_requested:
+            self.cancel_requested = True  # before the call: whoever is called looks at it
             on_cancel = self._on_cancel
             if on_cancel is not None:
                 on_cancel(self)
@@ -205,14 +205,9 @@ class RequestHandle:
     # The producer's side: the engine's thread alone.
 
     @property
-    def cancel_requested(self) -> bool:
-        """Whether somebody asked for the request's end."""
-        return self._cancel_requested
-
-    @property
     def length(self) -> int:
         """Tokens so far, the language token and EOS included."""
-        return self._length
+        return self.request.counted_from + len(self._tokens) + (self._eos_id is not None)
 
     def push(self, token: int, logprob: float = math.nan) -> FinishReason | None:
         """Take the next chosen token and wake who waits for it; return why the request has to end now, if it has to.
@@ -239,7 +234,6 @@ class RequestHandle:
         with self._lock:
             if self._reason is not None:
                 raise SequenceError(f"push: the request has ended ({self._reason})")
-            self._length += 1
             if request.logprobs:
                 self._logprobs.append(logprob)
             if is_eos:
@@ -252,7 +246,19 @@ class RequestHandle:
             waiter.wake()
         if is_eos:
             return "eos"
-        return "length" if self._length >= request.most_tokens else None
+        return "length" if self.length >= request.most_tokens else None
+
+    def add(self, token: int) -> None:
+        """Do as `push` with a token that is neither the first nor the last of a request that has not ended.
+
+        It takes no lock unless somebody waits: there are many tokens.
+        """
+        self._tokens.append(token)
+        if self._token_waiters:
+            with self._lock:
+                waiters, self._token_waiters = self._token_waiters, []
+            for waiter in waiters:
+                waiter.wake()
 
     def push_hypotheses(self, found: list[Hypothesis]) -> FinishReason:
         """Take what the request's search has found, the best first; return why the request has to end.
@@ -275,7 +281,6 @@ class RequestHandle:
             self._eos_id = best.ids[-1] if is_eos else None
             self._tokens.extend(best.ids[given : len(best.ids) - is_eos])
             self._logprobs.extend(best.logprobs[given:])
-            self._length = request.counted_from + len(best.ids) - given
             waiters, self._token_waiters = self._token_waiters, []
         for waiter in waiters:
             waiter.wake()
@@ -329,8 +334,8 @@ class RequestHandle:
             finish_reason=self._reason,
             logprob=logprob,
             logprobs=self._logprobs.tolist() if asked else None,
-            length=self._length,
-            score=self._found[0].score if self._found else logprob / max(self._length, 1),
+            length=self.length,
+            score=self._found[0].score if self._found else logprob / max(self.length, 1),
             hypotheses=None if self._found is None else list(self._found),
             error=self._error,
             eos_id=self._eos_id if self._reason == "eos" else None,
@@ -350,9 +355,15 @@ class RequestHandle:
     def _register(self, waiter: Wakeup, position: int | None) -> bool:
         """Have ``waiter`` woken at the end, or earlier by a token at ``position``; False when that is there already."""
         with self._lock:
-            if self._reason is not None or (position is not None and position < len(self._tokens)):
+            if self._reason is not None:
                 return False
-            (self._end_waiters if position is None else self._token_waiters).append(waiter)
+            if position is None:
+                self._end_waiters.append(waiter)
+                return True
+            self._token_waiters.append(waiter)  # first: `add` looks for it after the token, and one sees the other
+            if position < len(self._tokens):
+                self._token_waiters.remove(waiter)
+                return False
             return True
 
     def _unregister(self, waiter: Wakeup) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from metrale.engine.handle import RequestHandle
@@ -21,28 +22,50 @@ class Lane:
         Decoder positions that the sequence has KV for.
     chosen : int
         Tokens that have been chosen, of each beam, or will be by the steps enqueued.
-    ids : list of int
-        Those of them that the host knows, EOS included.
     pending : int or None
-        The last of ``ids`` when the next step must take it from the host; None when it is on the device.
+        The last of them when the next step must take it from the host; None when it is on the device.
     adapter : int
         The reference that it has to an adapter of the model, or -1.
     is_search : bool
         Whether the sequence is searched with beams.
+    width : int
+        Lanes that the request takes: one for each beam.
+    most : int
+        What ``chosen`` is once the steps enqueued reach the request's limit.
+    deadline : float
+        When the request is to end with "timeout"; infinity for never.
+    ends : frozenset of int
+        Ids that end the sequence.
+    logprobs : bool
+        Whether the request asks for log-probabilities.
+    is_plain : bool
+        Whether it asks for nothing but its tokens, one after the other.
+
+    The last seven are the request's, here for those who look at every lane in every step.
     """
 
     handle: RequestHandle
     seq: SequenceState
     limit: int
     chosen: int = 0
-    ids: list[int] = field(default_factory=list)
     pending: int | None = None
     adapter: int = -1
     ended: bool = False
     is_search: bool = field(init=False)
+    width: int = field(init=False)
+    most: int = field(init=False)
+    deadline: float = field(init=False)
+    ends: frozenset[int] = field(init=False)
+    logprobs: bool = field(init=False)
+    is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.is_search = self.handle.request.beams is not None
+        handle, request = self.handle, self.handle.request
+        self.is_search, self.width = request.beams is not None, request.width
+        self.most = request.most_tokens - request.counted_from
+        self.deadline = math.inf if handle.deadline is None else handle.deadline
+        self.ends, self.logprobs = request.end_ids, request.logprobs
+        self.is_plain = not (self.is_search or request.logprobs or request.on_token is not None)
 
     @property
     def priority(self) -> int:
@@ -51,13 +74,12 @@ class Lane:
     @property
     def rows(self) -> int:
         """Rows of the next step: one for each beam, once the beams differ."""
-        return self.handle.request.width if self.is_search and self.chosen else 1
+        return self.width if self.chosen else 1
 
     @property
     def is_complete(self) -> bool:
         """Whether the steps enqueued reach the request's limit."""
-        request = self.handle.request
-        return request.counted_from + self.chosen >= request.most_tokens
+        return self.chosen >= self.most
 
     @property
     def is_full(self) -> bool:
@@ -67,7 +89,7 @@ class Lane:
     def settle(self) -> None:
         """Complete the sequence's tokens, once no step is in flight."""
         prompt = self.seq.prompt_len
-        self.seq.tokens = [*self.seq.tokens[:prompt], *self.ids[: self.seq.seq_len - prompt]]
+        self.seq.tokens = [*self.seq.tokens[:prompt], *self.handle.tokens[: self.seq.seq_len - prompt]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +99,7 @@ class Swapped:
     Attributes
     ----------
     handle : RequestHandle
-    ids : list of int
-        The tokens chosen so far; the last has not been fed.
+        Of its tokens the last has not been fed.
     positions : int
         Decoder positions in use.
     data : bytes
@@ -88,7 +109,6 @@ class Swapped:
     """
 
     handle: RequestHandle
-    ids: list[int]
     positions: int
     data: bytes
     adapter: int = -1

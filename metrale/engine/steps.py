@@ -8,7 +8,6 @@ that they are there.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -27,15 +26,32 @@ from metrale.model import GREEDY, FeedSource, Model, PrefillSlice, SequenceState
 _RESULTS: Final = 3  # id, log-probability, flags
 _SAMPLED: Final = FeedSource(sampled=True)
 _IS_SEARCH: Final = attrgetter("is_search")
+_LOGPROBS: Final = attrgetter("logprobs")
 
 
-class Outcome(NamedTuple):
-    """What a step chose for one lane, or the flags of its search, which has no token then."""
+class Outcomes(NamedTuple):
+    """What a step chose: for each of some lanes a token, and for each of others the flags of its search.
 
-    lane: Lane
-    token: int
-    logprob: float
-    flags: int
+    Attributes
+    ----------
+    lanes : list of Lane
+    tokens : list of int
+    logprobs : list of float or None
+        None when no lane asks for them.
+    flags : list of int
+    plain : list of bool
+        Whether it was neither the first token of a lane nor the last, and the lane `metrale.engine.lane.Lane.is_plain`.
+    searched : list of Lane
+    states : list of int
+    """
+
+    lanes: list[Lane]
+    tokens: list[int]
+    logprobs: list[float] | None
+    flags: list[int]
+    plain: list[bool]
+    searched: list[Lane]
+    states: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +63,15 @@ class Failure:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
-    """A step in flight: the lanes that chose a token, in the order of their rows, and those that are searched, and
-    where their results will be."""
+class Flight:
+    """A step in flight: the lanes that chose a token, in the order of their rows, and those that are searched; where
+    their results will be, whether log-probabilities are among them, and what `Outcomes.plain` says."""
 
     choosing: list[Lane]
     searched: list[Lane]
     buffer: int
+    logprobs: bool
+    plain: list[bool]
 
     @property
     def lanes(self) -> list[Lane]:
@@ -73,10 +91,11 @@ class Steps:
 
     def __init__(self, model: Model, rows: int, depth: int) -> None:
         self._model = model
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._buffers: list[NDArray[np.int32]] = []
         self._events: list[int] = []
         self._rows = rows
+        self._pointers: list[DevicePtr] = []
         size = (_RESULTS + 1) * rows * np.dtype(np.int32).itemsize  # and the flags of searches
         with ExitStack() as undo:
             self._prefill_stream = model.create_stream()
@@ -95,9 +114,9 @@ class Steps:
         return len(self._flights)
 
     @property
-    def in_flight(self) -> Sequence[Lane]:
-        """The lanes of all steps in flight."""
-        return [lane for flight in self._flights for lane in flight.lanes]
+    def flights(self) -> Sequence[Flight]:
+        """The steps in flight, the oldest first."""
+        return tuple(self._flights)
 
     def close(self) -> None:
         """Give back streams, events and memory."""
@@ -116,13 +135,15 @@ class Steps:
         list of Failure
             The lanes that the step gives no token, one perhaps twice. What their sequences hold is not known.
         """
-        first = sorted(decoding, key=_IS_SEARCH, reverse=True)  # which keeps the order of equal ones
-        last = sorted(joining, key=_IS_SEARCH)
+        first, last = decoding, joining
+        if any(map(_IS_SEARCH, (*decoding, *joining))):
+            first = sorted(decoding, key=_IS_SEARCH, reverse=True)  # which keeps the order of equal ones
+            last = sorted(joining, key=_IS_SEARCH)
         with self._model.exclusive():  # the rows are everybody's until the tokens are chosen
             lanes, failures = self._forward(first, last)
             if not lanes:
                 return failures
-            failed = self._begin(lanes)
+            failed = self._begin([lane for lane in lanes if not lane.chosen or lane.pending is not None])
             lost = {failure.lane for failure in failed if failure.lane.is_search}  # there is nothing to select for them
             flight, failed_choices = self._choose(lanes, lost, self._free[0])
         if flight.lanes:
@@ -130,7 +151,7 @@ class Steps:
             self._flights.append(flight)
         return [*failures, *failed, *failed_choices]
 
-    def _forward(self, decoding: list[Lane], joining: list[Lane]) -> tuple[list[Lane], list[Failure]]:
+    def _forward(self, decoding: Sequence[Lane], joining: Sequence[Lane]) -> tuple[list[Lane], list[Failure]]:
         """Enqueue the forward; return the lanes whose logits are in rows from 0 on, and those that failed."""
         try:
             self._model.mixed_forward_batch_fed(*_fed(decoding), _slices(joining), self._prefill_stream)
@@ -153,7 +174,7 @@ class Steps:
                 lane.seq.tokens = [*lane.seq.tokens, lane.pending]
         return [*decoding, *joining], failures
 
-    def _decode_alone(self, lanes: list[Lane]) -> tuple[list[Lane], list[Failure]]:
+    def _decode_alone(self, lanes: Sequence[Lane]) -> tuple[Sequence[Lane], list[Failure]]:
         if lanes:
             try:
                 self._model.decode_batch_fed(*_fed(lanes))
@@ -164,13 +185,13 @@ class Steps:
     def _begin(self, lanes: list[Lane]) -> list[Failure]:
         """Tell the device how lanes choose that do so for the first time, or again; return those that cannot.
 
-        They keep their rows in this step, where a token may be chosen that nobody will read.
+        A lane that comes back tells the device its history anew, now that the pending token belongs to it. Who cannot
+        choose keeps its row in this step, where a token may be chosen that nobody will read.
         """
         failures = []
         for lane in lanes:
             request = lane.handle.request
-            # a lane that comes back tells the device its history anew, now that the pending token belongs to it
-            if (lane.chosen and lane.pending is None) or (request.sampling == GREEDY and request.beams is None):
+            if request.sampling == GREEDY and request.beams is None:
                 continue
             if request.beams is None:
                 begin = partial(self._model.begin_sampling, lane.seq, request.sampling)
@@ -181,29 +202,35 @@ class Steps:
                 failures.append(Failure(lane, error))
         return failures
 
-    def _choose(self, lanes: list[Lane], lost: Collection[Lane], buffer: int) -> tuple[_Flight, list[Failure]]:
+    def _choose(self, lanes: list[Lane], lost: Collection[Lane], buffer: int) -> tuple[Flight, list[Failure]]:
         """Let every lane choose, but those that are lost; return who did, and who could not."""
         choosing = [lane for lane in lanes if not lane.is_search]
-        searched = [lane for lane in lanes if lane.is_search and lane not in lost]
-        first, rows, row = 0, [], 0
-        for lane in lanes:
-            if lane in searched:
-                rows.append(self._row(row))
-            elif choosing and lane is choosing[0]:
-                first = row
-            row += lane.rows
+        searched: list[Lane] = []
+        rows: list[DevicePtr] = []
+        first = 0
+        if len(choosing) < len(lanes):
+            first, row = -1, 0
+            for lane in lanes:
+                if not lane.is_search:
+                    first = row if first < 0 else first
+                elif lane not in lost:
+                    searched.append(lane)
+                    rows.append(self._row(row))
+                row += lane.rows
+        logprobs = any(map(_LOGPROBS, choosing))
         failures = [
-            *self._attempt(choosing, lambda: self._choose_tokens(choosing, first, buffer), 2),
+            *self._attempt(choosing, lambda: self._choose_tokens(choosing, first, buffer, logprobs), 2),
             *self._attempt(searched, lambda: self._select(searched, rows, buffer), 1),  # a second selection is another
         ]
-        failed = {failure.lane for failure in failures}
-        flight = _Flight(
-            [lane for lane in choosing if lane not in failed], [lane for lane in searched if lane not in failed], buffer
-        )
-        for lane in flight.lanes:
+        if failures:
+            failed = {failure.lane for failure in failures}
+            choosing = [lane for lane in choosing if lane not in failed]
+            searched = [lane for lane in searched if lane not in failed]
+        for lane in (*choosing, *searched):
             lane.chosen += 1
             lane.pending = None
-        return flight, failures
+        plain = [lane.is_plain and 1 < lane.chosen < lane.most for lane in choosing]
+        return Flight(choosing, searched, buffer, logprobs, plain), failures
 
     @staticmethod
     def _attempt(lanes: list[Lane], call: Callable[[], None], times: int) -> list[Failure]:
@@ -211,10 +238,9 @@ class Steps:
         error = _repeated(call, times) if lanes else None
         return [] if error is None else [Failure(lane, error) for lane in lanes]
 
-    def _choose_tokens(self, lanes: list[Lane], first: int, buffer: int) -> None:
+    def _choose_tokens(self, lanes: list[Lane], first: int, buffer: int, logprobs: bool) -> None:
         """Enqueue the choice of lanes whose rows follow row ``first``. Choosing again gives the same tokens."""
         seqs = [lane.seq for lane in lanes]
-        logprobs = any(lane.handle.request.logprobs for lane in lanes)
         dst, event = self._view(buffer, len(lanes)), self._events[buffer]
         self._model.sample_batch_to_feed(self._row(first), seqs, dst, event, logprobs=logprobs)
 
@@ -224,7 +250,12 @@ class Steps:
         self._model.select_beams_to_feed(rows, [lane.seq for lane in lanes], flags, self._events[buffer])
 
     def _row(self, row: int) -> DevicePtr:
-        return self._model.logits_buffer_ptr().offset(row * self._model.logits_row_bytes())
+        """Return the address of a row of logits."""
+        base = self._model.logits_buffer_ptr()
+        if self._pointers[:1] != [base]:
+            row_bytes = self._model.logits_row_bytes()
+            self._pointers = [base.offset(index * row_bytes) for index in range(self._rows)]
+        return self._pointers[row]
 
     def _states(self, buffer: int) -> NDArray[np.int32]:
         """Return where the flags of searches go."""
@@ -233,19 +264,21 @@ class Steps:
     def _view(self, buffer: int, lanes: int) -> NDArray[np.int32]:
         return self._buffers[buffer][: _RESULTS * lanes].reshape(_RESULTS, lanes)
 
-    def read(self) -> list[Outcome]:
+    def read(self) -> Outcomes:
         """Wait for the oldest step in flight and return what it chose; it is in flight no more, even if this raises."""
         flight = self._flights.popleft()
         self._free.append(flight.buffer)
         self._model.event_synchronize(self._events[flight.buffer])
-        results = self._view(flight.buffer, len(flight.choosing))
-        ids, flags = results[0].tolist(), results[2].tolist()
-        logprobs = results[1].view(np.float32).tolist()
-        states = self._states(flight.buffer)[: len(flight.searched)].tolist()
-        return [
-            *(Outcome(*one) for one in zip(flight.choosing, ids, logprobs, flags, strict=True)),
-            *(Outcome(lane, -1, math.nan, state) for lane, state in zip(flight.searched, states, strict=True)),
-        ]
+        tokens, logprobs, flags = self._view(flight.buffer, len(flight.choosing))
+        return Outcomes(
+            flight.choosing,
+            tokens.tolist(),
+            logprobs.view(np.float32).tolist() if flight.logprobs else None,
+            flags.tolist(),
+            flight.plain,
+            flight.searched,
+            self._states(flight.buffer)[: len(flight.searched)].tolist(),
+        )
 
 
 def _twice(call: Callable[[], None]) -> Exception | None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -15,7 +16,7 @@ from metrale.engine.handle import RequestHandle
 from metrale.engine.lane import Lane, Swapped, place
 from metrale.engine.request import FinishReason
 from metrale.engine.stats import Gauges, Recorder
-from metrale.engine.steps import Outcome, Steps
+from metrale.engine.steps import Outcomes, Steps
 from metrale.engine.waiting import WaitingQueue
 from metrale.model import (
     BEAM_DONE_FLAG,
@@ -128,7 +129,7 @@ class Worker:
 
     def _taken(self) -> int:
         """Return how many lanes the running requests take."""
-        return sum(lane.handle.request.width for lane in tuple(self._lanes))
+        return sum([lane.width for lane in tuple(self._lanes)])
 
     # the thread
 
@@ -166,7 +167,7 @@ class Worker:
         self._sweep()
         self._give_room_to_grow()
         joining = self._admit()
-        decoding = [lane for lane in self._lanes if not lane.is_complete and lane.chosen]
+        decoding = [lane for lane in self._lanes if 0 < lane.chosen < lane.most]
         if decoding or joining:
             self._enqueue(decoding, joining)
         elif not len(self._steps):
@@ -199,10 +200,8 @@ class Worker:
             self._swapped.remove(swapped)
             self._admission.drop(swapped)
             self._finish(swapped.handle, self._why_ended(swapped.handle, now) or "cancelled")
-        for lane in tuple(self._lanes):
-            reason = self._why_ended(lane.handle, now)
-            if reason is not None:
-                self._end(lane, reason)
+        for lane in [one for one in self._lanes if one.handle.cancel_requested or one.deadline <= now]:
+            self._end(lane, self._why_ended(lane.handle, now) or "cancelled")
 
     @staticmethod
     def _why_ended(handle: RequestHandle, now: float) -> FinishReason | None:
@@ -332,7 +331,7 @@ class Worker:
 
     def _give_room_to_grow(self) -> None:
         """Move out the lanes that have used up their KV; they come back with more of it, as soon as there is some."""
-        full = [lane for lane in self._lanes if lane.chosen and lane.is_full and not lane.is_complete]
+        full = [one for one in self._lanes if one.seq.seq_len >= one.limit and 0 < one.chosen < one.most]
         if full:
             self._move_out(full)
             self._since_join = self._policy.prefill_interval
@@ -357,7 +356,6 @@ class Worker:
 
     def _enqueue(self, decoding: list[Lane], joining: list[Lane]) -> None:
         before = len(self._steps)
-        widths = [lane.rows for lane in decoding]
         failures = self._steps.enqueue(decoding, joining)
         while failures and before and len(self._steps):  # what came before may be all that a lane needed
             self._read()
@@ -366,7 +364,7 @@ class Worker:
             if not failure.lane.ended:
                 self._end(failure.lane, "error", text_of(failure.error))
         joined = [lane for lane in joining if not lane.ended]
-        rows = sum(width for lane, width in zip(decoding, widths, strict=True) if not lane.ended)
+        rows = sum([lane.width for lane in decoding if not lane.ended])
         if not (rows or joined):
             return
         self._recorder.step(
@@ -383,32 +381,46 @@ class Worker:
 
     def _read(self) -> None:
         """Take the tokens of the oldest step in flight."""
-        lanes = self._steps.in_flight
+        flights = self._steps.flights
         try:
             outcomes = self._steps.read()
         except Exception as error:  # on the device; what was enqueued after it cannot be trusted either
-            for lane in dict.fromkeys(lanes):
+            for lane in dict.fromkeys(lane for flight in flights for lane in flight.lanes):
                 if not lane.ended:
                     self._end(lane, "error", text_of(error))
             return
-        current = [one for one in outcomes if not one.lane.ended]
-        tokens = [one for one in current if not one.lane.is_search]
-        self._recorder.generated(sum(not one.flags & _NO_TOKEN for one in tokens))
-        for outcome in tokens:
-            self._accept(outcome)
-        for outcome in current:
-            if outcome.lane.is_search and outcome.flags & BEAM_DONE_FLAG:
-                self._accept_search(outcome)
+        searched = [
+            (lane, state)
+            for lane, state in zip(outcomes.searched, outcomes.states, strict=True)
+            if state & BEAM_DONE_FLAG and not lane.ended
+        ]
+        self._accept(outcomes)
+        for lane, state in searched:
+            self._accept_search(lane, state)
 
-    def _accept(self, outcome: Outcome) -> None:
+    def _accept(self, outcomes: Outcomes) -> None:
+        """Give lanes their tokens, and end those for which that was the last."""
+        lanes, tokens, flags = outcomes.lanes, outcomes.tokens, outcomes.flags
+        logprobs = outcomes.logprobs or [math.nan] * len(lanes)
+        chose = zip(lanes, flags, strict=True)
+        self._recorder.generated(sum([not (lane.ended or flag & _NO_TOKEN) for lane, flag in chose]))
+        rows = zip(lanes, tokens, logprobs, flags, outcomes.plain, strict=True)
+        for lane, token, logprob, flag, plain in rows:
+            if lane.ended:
+                continue
+            if plain and not flag and token not in lane.ends:
+                lane.handle.add(token)
+            else:
+                self._accept_one(lane, token, logprob, flag)
+
+    def _accept_one(self, lane: Lane, token: int, logprob: float, flags: int) -> None:
         """Give a lane its token, and end it if that was the last."""
-        lane, token, handle = outcome.lane, outcome.token, outcome.lane.handle
-        if outcome.flags & _NO_TOKEN:
-            self._end(lane, "error", NOT_FINITE if outcome.flags & NOT_FINITE_FLAG else NO_CHOICE)
+        handle = lane.handle
+        if flags & _NO_TOKEN:
+            self._end(lane, "error", NOT_FINITE if flags & NOT_FINITE_FLAG else NO_CHOICE)
             return
-        lane.ids.append(token)
         is_first = handle.first_token_at is None
-        reason = handle.push(token, outcome.logprob)
+        reason = handle.push(token, logprob)
         if is_first:
             self._note_first_token(handle)
         error = handle.call_on_token(token)
@@ -417,13 +429,13 @@ class Worker:
         elif reason is not None:
             self._end(lane, reason)
 
-    def _accept_search(self, outcome: Outcome) -> None:
+    def _accept_search(self, lane: Lane, state: int) -> None:
         """Give a lane what its search has found, and end it."""
-        lane, handle = outcome.lane, outcome.lane.handle
+        handle = lane.handle
         beams = handle.request.beams
         nothing = NO_CHOICE + (beams.why_nothing if beams is not None else "")
-        if outcome.flags & (BEAM_NOT_FINITE_FLAG | BEAM_NO_CHOICE_FLAG):
-            self._end(lane, "error", NOT_FINITE if outcome.flags & BEAM_NOT_FINITE_FLAG else nothing)
+        if state & (BEAM_NOT_FINITE_FLAG | BEAM_NO_CHOICE_FLAG):
+            self._end(lane, "error", NOT_FINITE if state & BEAM_NOT_FINITE_FLAG else nothing)
             return
         try:
             found = self._model.take_beams(lane.seq)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from metrale.checks import integer
@@ -85,6 +85,13 @@ class AdapterSlots:
         """Refuse a sequence's ``adapter_slot`` that is neither -1 nor resident; note that it was asked for."""
         if integer("adapter_slot", slot, -1, expected="-1, or the slot of a resident adapter") != -1:
             self._touch(self.resident(slot))
+
+    def note_used(self, slots: Sequence[int]) -> None:
+        """Note that rows asked for the adapters in these slots, in this order; each is -1 or resident."""
+        for slot in reversed(dict.fromkeys(reversed(slots))):  # the last time that each was asked for
+            one = self._residents[slot] if slot >= 0 else None
+            if one is not None:
+                self._touch(one)
 
     def digest(self, slot: int) -> str | None:
         """Return the digest of the adapter in a slot; None for -1, the base model."""

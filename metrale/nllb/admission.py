@@ -15,6 +15,7 @@ from metrale.nllb.checks import token_id, token_ids
 from metrale.nllb.kv import Span
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.sequences import SequenceTable
+from metrale.nllb.slots import Batch, SlotColumns
 from metrale.nllb.source import framed
 
 PREFIX_LEN: Final = 2
@@ -60,6 +61,7 @@ class Admission:
     languages : Languages
     table : SequenceTable
     adapters : AdapterSlots
+    columns : SlotColumns
     legacy_order : bool
         See `framed`.
     """
@@ -70,6 +72,7 @@ class Admission:
         languages: Languages,
         table: SequenceTable,
         adapters: AdapterSlots,
+        columns: SlotColumns,
         *,
         legacy_order: bool = False,
     ) -> None:
@@ -77,6 +80,7 @@ class Admission:
         self._languages = languages
         self._table = table
         self._adapters = adapters
+        self._columns = columns
         self._legacy_order = legacy_order
 
     def prompt(self, one: PrefillSlice, argument: str) -> Prompt:
@@ -126,7 +130,7 @@ class Admission:
         if prefix > span.beam_positions:
             expected = f"at most {span.beam_positions - PREFIX_LEN} ids, as alloc_beams was told"
             raise InvalidInput("prefix_tokens", expected, f"{prefix - PREFIX_LEN} ids")
-        return span.positions - span.beams * span.beam_positions
+        return span.positions - len(span.slots) * span.beam_positions
 
     def language_ids(self, asked: SequenceState | ScoreReq) -> tuple[int, int]:
         """Return the checked languages of a source and its target. `InvalidInput` when there is none."""
@@ -143,25 +147,31 @@ class Admission:
             raise InvalidInput(argument, f"a language id, since load() was given no default {keyword}=", 0)
         return default
 
-    def decodable(self, seqs: Sequence[SequenceState]) -> list[Span]:
-        """Return the spans of sequences that can each take another token. Raises as `_decodable`, for the first."""
-        most, spans = self._shape.limits.target_positions, []
-        for seq in seqs:
-            span = self._table.live(seq)  # a step has many sequences, and next to none that is refused
-            if (
-                span is None
-                or not span.source_len
-                or type(seq.adapter_slot) is not int
-                or not (seq.adapter_slot == span.adapter == -1)
-                or not 0 < seq.seq_len < most
-                or seq.seq_len >= span.target_room
-            ):
-                span = self._decodable(seq)
-            spans.append(span)
-        return spans
+    def decodable(self, seqs: Sequence[SequenceState]) -> Batch:
+        """Return different sequences that can each take another token. Raises as `_decodable`, for the first.
 
-    def _decodable(self, seq: SequenceState) -> Span:
-        """Return the span of a sequence that can take another token.
+        `InvalidInput` also when one is there twice. A step has many sequences, and next to none that is refused: all
+        are looked at together, and one by one to find out which is at fault.
+        """
+        batch = self._table.batch(seqs)
+        if batch is not None:
+            adapters = [seq.adapter_slot for seq in seqs]
+            fits = (batch.lengths > 0) & (batch.lengths < self._columns.room[batch.slots])
+            if (
+                fits.all()
+                and {*map(type, adapters)} == {int}
+                and adapters == self._columns.adapters[batch.slots].tolist()
+            ):
+                if max(adapters) >= 0:
+                    self._adapters.note_used(adapters)
+                return batch
+        self.check_distinct(seqs, "seqs")
+        for seq in seqs:
+            self._decodable(seq)
+        return Batch.of(seqs)
+
+    def _decodable(self, seq: SequenceState) -> None:
+        """Refuse a sequence that cannot take another token.
 
         Raises
         ------
@@ -178,15 +188,16 @@ class Admission:
         most = self.target_positions(span)
         if seq.seq_len == most:
             raise SequenceError(f"decode: the sequence in slot {seq.slot_idx} is full: it has {most} decoder positions")
-        return span
 
-    def check_prefilled(self, call: str, seqs: Sequence[SequenceState]) -> None:
-        """Refuse sequences without keys and values, as `prefilled` does."""
-        most = self._shape.limits.target_positions
+    def all_prefilled(self, call: str, seqs: Sequence[SequenceState]) -> Batch:
+        """Return different sequences with keys and values. Raises as `prefilled` and `check_distinct` do."""
+        batch = self._table.batch(seqs)
+        if batch is not None and bool(((batch.lengths > 0) & (batch.lengths <= self._columns.room[batch.slots])).all()):
+            return batch
         for seq in seqs:
-            span = self._table.live(seq)
-            if span is None or not span.source_len or not 0 < seq.seq_len <= most or seq.seq_len > span.target_room:
-                self.prefilled(call, seq)
+            self.prefilled(call, seq)
+        self.check_distinct(seqs, "seqs")
+        return Batch.of(seqs)
 
     def prefilled(self, call: str, seq: SequenceState) -> Span:
         """Return the span of a sequence that has keys and values; an error names ``call``.

@@ -210,7 +210,7 @@ class BeamBatch:
         """Enqueue a step if there is one to make, and read an older one."""
         with self._model.exclusive():
             joining = self._admit()
-            decoding = [job for job in self._running if job not in joining and not job.at_limit]
+            decoding = [job for job in self._running[: len(self._running) - len(joining)] if not job.at_limit]
             if decoding or joining:
                 self._enqueue(decoding, joining)
         if not (decoding or joining or self._flights):  # instead of no end
@@ -274,24 +274,22 @@ class BeamBatch:
         greedy: list[_Job] = []
         rows: list[DevicePtr] = []
         row, first_greedy = 0, 0
+        joined, base, row_bytes = {id(job) for job in joining}, model.logits_buffer_ptr(), model.logits_row_bytes()
         for job in (*decoding, *joining):
             if job.is_greedy:
                 first_greedy = first_greedy if greedy else row
                 greedy.append(job)
             else:
                 searches.append(job)
-                rows.append(self._row(row))
-            row += 1 if job.is_greedy or job in joining else job.beams.num_beams
+                rows.append(base.offset(row * row_bytes))
+            row += 1 if job.is_greedy or id(job) in joined else job.beams.num_beams
         if searches:
             model.select_beams_to_feed(rows, [job.live for job in searches], flags[: len(searches)], event)
         if greedy:
             dst = choices[: _RESULTS * len(greedy)].reshape(_RESULTS, -1)
             seqs = [job.live for job in greedy]
-            model.sample_batch_to_feed(self._row(first_greedy), seqs, dst, event, logprobs=True)
+            model.sample_batch_to_feed(base.offset(first_greedy * row_bytes), seqs, dst, event, logprobs=True)
         return searches, greedy
-
-    def _row(self, row: int) -> DevicePtr:
-        return self._model.logits_buffer_ptr().offset(row * self._model.logits_row_bytes())
 
     # results
 

@@ -51,7 +51,7 @@ class BeamCalls(FeedCalls):
             if len(seq.tokens) != seq.seq_len:
                 raise SequenceError(f"begin_beams: the tokens of the sequence in slot {seq.slot_idx} are not known")
             room = self._admission.target_positions(span)
-            self._beams.begin(seq, self._table.members(seq), room, beams, params, stream)
+            self._beams.begin(seq, span.slots, room, beams, params, stream)
             self._feed.forget(seq)  # how its ids were chosen before
 
     def select_beams_to_feed(
@@ -65,9 +65,8 @@ class BeamCalls(FeedCalls):
         with self._lock:
             self._check_open()
             integer("seqs: length", len(seqs), 1)
-            self._admission.check_prefilled("select_beams_to_feed", seqs)
-            self._admission.check_distinct(seqs, "seqs")
-            self._beams.select(rows, seqs, dst, event, stream)
+            batch = self._admission.all_prefilled("select_beams_to_feed", seqs)
+            self._beams.select(rows, seqs, batch, dst, event, stream)
 
     def take_beams(self, seq: SequenceState) -> list[Hypothesis]:
         with self._lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,16 +24,16 @@ from metrale.errors import InvalidInput, SequenceError
 from metrale.model import BeamParams, FeedSource, Hypothesis, SamplingParams, SequenceState
 from metrale.nllb.admission import given_len
 from metrale.nllb.checks import pinned_results, require_event
-from metrale.nllb.decoder import Feed
-from metrale.nllb.kv import Span
 from metrale.nllb.limits import WORD_ROOM, ModelShape
 from metrale.nllb.logits import LogitsRows
 from metrale.nllb.passes import Passes
 from metrale.nllb.search import Search, kept_candidates
+from metrale.nllb.selections import SearchColumns, Selection
 from metrale.nllb.slot_rules import SlotRules
-from metrale.nllb.workspace import Workspace, beam_state
+from metrale.nllb.slots import Batch, SlotColumns
+from metrale.nllb.workspace import Workspace, beam_state, feed_state
 from metrale.ops.beam_candidates import MAX_CANDIDATES, ROW_COLUMNS
-from metrale.ops.beam_layout import AT_LIMIT, EARLY, IDS, LENGTH, ORDER, SCORE, pool_width
+from metrale.ops.beam_layout import IDS, LENGTH, ORDER, SCORE, pool_width
 
 _WORD: Final = 4
 
@@ -62,6 +62,8 @@ class BeamSearches:
     passes : Passes
         Whose feeding turn orders this.
     rules : SlotRules
+    columns : SlotColumns
+        They are told which sequences have a row for each beam.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class BeamSearches:
         logits: LogitsRows,
         passes: Passes,
         rules: SlotRules,
+        columns: SlotColumns,
     ) -> None:
         self._gpu = gpu
         self._shape = shape
@@ -80,6 +83,10 @@ class BeamSearches:
         self._passes = passes
         self._rules = rules
         self._searches: dict[int, Search] = {}
+        self._columns = columns
+        self._kept = SearchColumns(shape.limits.max_batch, shape.limits.target_positions, columns)
+        regions = ("beams.values", "beams.ids", "beams.flags", "beams.results")
+        self._places = {name: space[name] for name in (*regions, *beam_state(shape), *feed_state(shape))}
         for name, size in beam_state(shape).items():
             gpu.memset(space[name], 0, size)
         with ExitStack() as undo:
@@ -132,10 +139,14 @@ class BeamSearches:
         self.forget(seq)  # the search before this one ends, also when the device fails here
         self._rules.send(seq, params, stream, always=True)
         self._searches[slots[0]] = search
+        self._columns.search(slots)
+        self._kept.begin(search)
 
     def forget(self, seq: SequenceState) -> None:
-        """Forget the search of a sequence that begins anew."""
-        self._searches.pop(seq.slot_idx, None)
+        """Forget the search of a live sequence that begins anew, or ends."""
+        search = self._searches.pop(seq.slot_idx, None)
+        if search is not None:
+            self._columns.end_search(search.slots)
 
     def searches(self, seq: SequenceState) -> bool:
         """Return whether a live sequence is searched with beams."""
@@ -147,22 +158,18 @@ class BeamSearches:
             raise SequenceError(f"{call}: the sequence in slot {seq.slot_idx} has no search; begin_beams begins one")
         return self._searches[seq.slot_idx]
 
-    def refuse(self, call: str, seq: SequenceState) -> None:
-        """Raise SequenceError when a live sequence is searched with beams, and ``call`` is none of theirs."""
-        if self.searches(seq):
-            raise SequenceError(f"{call}: the sequence in slot {seq.slot_idx} is searched with beams")
+    def refuse(self, call: str, batch: Batch) -> None:
+        """Raise SequenceError when one of a batch is searched with beams, and ``call`` is none of theirs."""
+        if self._columns.searched(batch):
+            slot = batch.slots[self._columns.ancestry[batch.slots] >= 0][0]
+            raise SequenceError(f"{call}: the sequence in slot {slot} is searched with beams")
 
-    def feeds(self, source: FeedSource, seq: SequenceState, span: Span, argument: str) -> list[Feed]:
-        """Return what the beams of a search feed: each the id that the last selection left it."""
-        search = self._search("decode", seq)
+    def check_fed(self, source: FeedSource, seq: SequenceState, argument: str) -> None:
+        """Refuse to feed a searched sequence with anything but the ids that the last selection left its beams."""
         if not isinstance(source, FeedSource) or not source.sampled:
             raise InvalidInput(argument, "FeedSource(sampled=True), as its sequence is searched with beams", source)
-        if seq.seq_len != search.start + search.selections - 1:
+        if seq.seq_len != self._columns.waiting[seq.slot_idx]:
             raise SequenceError(f"decode: no ids were selected for position {seq.seq_len} of slot {seq.slot_idx}")
-        return [
-            Feed((0,), seq.seq_len, span, self._shape.logits_rows + slot, beam, slot)
-            for beam, slot in enumerate(search.slots)
-        ]
 
     # selecting
 
@@ -171,111 +178,74 @@ class BeamSearches:
         self,
         rows: Sequence[DevicePtr],
         seqs: Sequence[SequenceState],
+        batch: Batch,
         dst: NDArray[Any],
         event: int,
         stream: StreamLike,
     ) -> None:
-        """See `metrale.model.ModelBeams.select_beams_to_feed`. The sequences are different ones."""
-        searches = [self._search("select_beams_to_feed", seq) for seq in seqs]
-        for search in searches:
-            self._check_turn(search)
-        pinned_results(dst, (len(searches),))
+        """See `metrale.model.ModelBeams.select_beams_to_feed`. The sequences are those of ``batch``."""
+        selection = self._kept.selection(batch)
+        if selection is None:
+            self._refuse_turns(seqs)
+        pinned_results(dst, (len(seqs),))
         require_event(self._gpu, event)
-        runs = self._runs(rows, searches)
+        runs = self._runs(rows, selection.rows.tolist())
         passes = self._passes
         passes.refuse_capture(stream)
         passes.decoding.wait(stream)
         passes.prefilling.wait(stream)
         with passes.feeding.use(stream):
-            table = self._space.tables["beams"].upload(stream, **self._columns(searches))
-            adjust = any(search.adjusts for search in searches)
+            table = self._space.tables["beams"].upload(stream, **selection.columns)
             for run in runs:
-                self._candidates(run, table, adjust, stream)
-            self._choose(searches, runs[-1].first + runs[-1].rows, table, stream)
-            for search in searches:  # now, as a selection must not be made again because its results did not come
-                search.selections += 1
-            self._gpu.copy_d2h_async(self._space["beams.results"], dst, stream)
+                self._candidates(run, table, selection.adjust, stream)
+            self._choose(selection, table, stream)
+            self._kept.made(batch)  # now, as a selection must not be made again because its results did not come
+            self._gpu.copy_d2h_async(self._places["beams.results"], dst, stream)
             self._gpu.record_event(event, stream)
 
-    def _check_turn(self, search: Search) -> None:
+    def _refuse_turns(self, seqs: Sequence[SequenceState]) -> NoReturn:
         """Refuse a selection that is not the next one: its step was left out, or ``seq_len`` not moved on."""
-        length, due = search.seq.seq_len, search.start + search.selections
-        if length != due:
-            what = f"the search in slot {search.seq.slot_idx} goes on at position {due}"
-            raise SequenceError(f"select_beams_to_feed: {what}, and its seq_len is {length}")
-        if length - search.given >= search.limit:
-            raise SequenceError(f"select_beams_to_feed: the search in slot {search.seq.slot_idx} is at its limit")
+        for search in [self._search("select_beams_to_feed", seq) for seq in seqs]:
+            length, due = search.seq.seq_len, search.start + self._kept.selected(search.slots[0])
+            if length != due:
+                what = f"the search in slot {search.seq.slot_idx} goes on at position {due}"
+                raise SequenceError(f"select_beams_to_feed: {what}, and its seq_len is {length}")
+            if length - search.given >= search.limit:
+                raise SequenceError(f"select_beams_to_feed: the search in slot {search.seq.slot_idx} is at its limit")
+        raise AssertionError("a selection is refused for a reason")
 
-    def _runs(self, rows: Sequence[DevicePtr], searches: Sequence[Search]) -> list[_Run]:
+    def _runs(self, rows: Sequence[DevicePtr], counts: Sequence[int]) -> list[_Run]:
         """Return the rows of logits that lie one after the other, in as few runs as there are."""
-        if len(rows) != len(searches):
-            raise InvalidInput("rows", f"one row for each of {len(searches)} sequences", f"{len(rows)}")
-        runs: list[_Run] = []
-        first = 0
-        for ptr, search in zip(rows, searches, strict=True):
-            self._logits.index(ptr, search.rows)
-            if runs and int(ptr) == int(runs[-1].logits) + runs[-1].rows * self._logits.arena.row_bytes:
-                runs[-1] = runs[-1]._replace(rows=runs[-1].rows + search.rows)
-            else:
-                runs.append(_Run(DevicePtr(ptr), first, search.rows))
-            first += search.rows
-        return runs
-
-    def _columns(self, searches: Sequence[Search]) -> dict[str, NDArray[Any]]:
-        """Return the table of a selection: a row for each row of candidates, and one for each search."""
-        by_row: list[tuple[int, ...]] = []
-        groups: list[tuple[int, ...]] = []
-        settings: list[tuple[float, float]] = []
-        members = [slot for search in searches for slot in search.slots]
-        member = 0
-        for search in searches:
-            length = search.seq.seq_len
-            after = length + 1 - search.given  # ids that count, with the one to be selected
-            params, home = search.params, search.slots[0]
-            last = after == search.limit
-            forced = -1 if params.forced_eos_id is None or not last else params.forced_eos_id
-            mode = search.modes[after - 1 < params.min_new_tokens]
-            fresh = not search.selections
-            groups.append(
-                (
-                    len(by_row),
-                    member,
-                    len(search.slots),
-                    search.kept,
-                    fresh,
-                    length,
-                    (AT_LIMIT if last else 0) | (EARLY if search.beams.early_stopping is True else 0),
-                    home,
-                )
-            )
-            settings.append((search.norm(after), search.bound_norm(after)))
-            by_row += [
-                (slot, length, search.kept, params.no_repeat_ngram_size, mode, forced, home)
-                for slot in search.slots[: search.rows]
-            ]
-            member += len(search.slots)
-        penalties = np.repeat([one.params.repetition_penalty for one in searches], [one.rows for one in searches])
-        return {
-            "row_counts": np.array(by_row, dtype=np.int32).reshape(-1),
-            "penalties": penalties.astype(np.float32),
-            "group_counts": np.array(groups, dtype=np.int32).reshape(-1),
-            "settings": np.array(settings, dtype=np.float32).reshape(-1),
-            "members": np.array(members, dtype=np.int32),
-        }
+        if len(rows) != len(counts):
+            raise InvalidInput("rows", f"one row for each of {len(counts)} sequences", f"{len(rows)}")
+        arena = self._logits.arena
+        row_bytes, past = arena.row_bytes, int(arena.base) + arena.rows * arena.row_bytes
+        begins: list[tuple[DevicePtr, int]] = []
+        first, end = 0, -1
+        for ptr, count in zip(rows, counts, strict=True):
+            after = end + count * row_bytes
+            if ptr != end or after > past or type(ptr) is not DevicePtr:
+                self._logits.index(ptr, count)
+                after = int(ptr) + count * row_bytes
+                if ptr != end:
+                    begins.append((DevicePtr(ptr), first))
+            first, end = first + count, after
+        ends = [*(begin for _, begin in begins[1:]), first]
+        return [_Run(ptr, begin, end - begin) for (ptr, begin), end in zip(begins, ends, strict=True)]
 
     def _candidates(self, run: _Run, table: Mapping[str, DevicePtr], adjust: bool, stream: StreamLike) -> None:
-        shape, space, arena = self._shape, self._space, self._logits.arena
+        shape, arena = self._shape, self._logits.arena
         ops.beam_candidates(
             self._gpu,
             run.logits,
             table["row_counts"].offset(run.first * len(ROW_COLUMNS) * _WORD),
             table["penalties"].offset(run.first * _WORD),
-            space["feed.bans"],
-            space["feed.words"],
-            space["feed.history"],
-            space["beams.values"].offset(run.first * MAX_CANDIDATES * _WORD),
-            space["beams.ids"].offset(run.first * MAX_CANDIDATES * _WORD),
-            space["beams.flags"].offset(run.first * _WORD),
+            self._places["feed.bans"],
+            self._places["feed.words"],
+            self._places["feed.history"],
+            self._places["beams.values"].offset(run.first * MAX_CANDIDATES * _WORD),
+            self._places["beams.ids"].offset(run.first * MAX_CANDIDATES * _WORD),
+            self._places["beams.flags"].offset(run.first * _WORD),
             rows=run.rows,
             vocab=shape.vocab,
             stride=arena.row_elements,
@@ -289,31 +259,29 @@ class BeamSearches:
             stream=stream,
         )
 
-    def _choose(
-        self, searches: Sequence[Search], rows: int, table: Mapping[str, DevicePtr], stream: StreamLike
-    ) -> None:
-        shape, space = self._shape, self._space
+    def _choose(self, selection: Selection, table: Mapping[str, DevicePtr], stream: StreamLike) -> None:
+        shape = self._shape
         ops.beam_select(
             self._gpu,
-            space["beams.values"],
-            space["beams.ids"],
-            space["beams.flags"],
+            self._places["beams.values"],
+            self._places["beams.ids"],
+            self._places["beams.flags"],
             table["group_counts"],
             table["settings"],
             table["members"],
-            space["feed.bans"],
-            space["beams.running"],
-            space["feed.history"],
-            space["beams.ancestry"],
-            space["beams.logps"],
-            space["beams.pool"],
-            space["beams.state"],
-            space["feed.cells"],
-            space["beams.results"],
-            groups=len(searches),
-            candidate_rows=rows,
+            self._places["feed.bans"],
+            self._places["beams.running"],
+            self._places["feed.history"],
+            self._places["beams.ancestry"],
+            self._places["beams.logps"],
+            self._places["beams.pool"],
+            self._places["beams.state"],
+            self._places["feed.cells"],
+            self._places["beams.results"],
+            groups=len(selection.rows),
+            candidate_rows=int(selection.rows.sum()),
             most=MAX_CANDIDATES,
-            member_count=sum(len(search.slots) for search in searches),
+            member_count=selection.members,
             slot_count=shape.limits.max_batch,
             words=shape.ban_words,
             capacity=shape.limits.target_positions,
@@ -327,12 +295,12 @@ class BeamSearches:
     def take(self, seq: SequenceState) -> list[Hypothesis]:
         """See `metrale.model.ModelBeams.take_beams`."""
         search = self._search("take_beams", seq)
-        if not search.selections:
+        if not self._kept.selected(seq.slot_idx):
             raise SequenceError(f"take_beams: nothing was selected for the search in slot {seq.slot_idx}")
         width = pool_width(self._shape.limits.target_positions)
         pool = self._taken[: len(search.slots) * width].reshape(len(search.slots), width)
         for row, slot in zip(pool, search.slots, strict=True):
-            self._gpu.copy_d2h_async(self._space["beams.pool"].offset(slot * width * _WORD), row, self._copying)
+            self._gpu.copy_d2h_async(self._places["beams.pool"].offset(slot * width * _WORD), row, self._copying)
         self._gpu.record_event(self._copied, self._copying)
         self._gpu.event_synchronize(self._copied)
         order = pool[:, ORDER]

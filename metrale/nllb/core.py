@@ -27,6 +27,7 @@ from metrale.nllb.passes import Passes
 from metrale.nllb.plan import MemoryPlan, check_launches, check_memory, check_pool, plan_memory
 from metrale.nllb.sequences import SequenceTable
 from metrale.nllb.slot_rules import SlotRules
+from metrale.nllb.slots import SlotColumns
 from metrale.nllb.step_graphs import StepGraphs
 from metrale.nllb.tokenizer import Tokenizer
 from metrale.nllb.turns import Turn
@@ -87,18 +88,32 @@ class NllbCore(TranslationOnly):
             if self.step_graphs:
                 self._graphs = StepGraphs(gpu)
                 undo.callback(self._graphs.free)
-            self._passes = Passes(gpu, shape, params, space, self._logits, decoding, prefilling, feeding, self._graphs)
+            self._columns = SlotColumns(shape, space["decoder.spare"] if shape.spare_rows else None)
+            self._passes = Passes(
+                gpu,
+                shape,
+                params,
+                space,
+                self._logits,
+                self._columns,
+                decoding,
+                prefilling,
+                feeding,
+                self._graphs,
+            )
             self._rules = rules = SlotRules(gpu, shape, space, self._passes)
             undo.callback(rules.free)
-            self._feed = TokenFeed(gpu, shape, space, self._logits, self._passes, rules)
-            self._beams = BeamSearches(gpu, shape, space, self._logits, self._passes, rules)
+            self._feed = TokenFeed(gpu, shape, space, self._logits, self._passes, rules, self._columns)
+            self._beams = BeamSearches(gpu, shape, space, self._logits, self._passes, rules, self._columns)
             undo.callback(self._beams.free)
             arenas = (params.arena, self._adapter_memory, self._pool, space.arena, self._logits.arena)
             self._blocks = tuple(one.base for one in arenas if not one.base.is_null)
             self._teardown: ExitStack | None = undo.pop_all()  # runs newest first
-        self._table = SequenceTable(self._pool, shape.limits.max_batch)
+        self._table = SequenceTable(self._pool, shape.limits.max_batch, self._columns)
         self._adapters = AdapterSlots(shape.limits.max_adapters, self._table)
-        self._admission = Admission(shape, self.languages, self._table, self._adapters, legacy_order=legacy_order)
+        self._admission = Admission(
+            shape, self.languages, self._table, self._adapters, self._columns, legacy_order=legacy_order
+        )
 
     def __enter__(self) -> Self:
         return self

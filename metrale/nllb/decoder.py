@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from gpu_runtime.ranges import open_ranges, ranged
 from gpu_runtime.streams import StreamLike
 from metrale import ops
 from metrale.nllb.device_weights import DeviceWeights
-from metrale.nllb.kv import Span
+from metrale.nllb.fed import ADAPTERS, ANCESTRY, Fed
 from metrale.nllb.layers import PINNED, KvPlaces, Rows, launches
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.step_graphs import StepGraphs
@@ -25,46 +25,6 @@ from metrale.ops.dense import DTYPES as THIN_DTYPES
 
 Observer = Callable[[Rows, int, Mapping[str, DevicePtr]], None]
 """What looks on in a pass: it is told the activations, the layer, and the columns of the pass' table."""
-
-
-_COLUMNS: Final = (
-    "ids",
-    "cells",
-    "positions",
-    "self_lengths",
-    "cross_lengths",
-    "adapters",
-    "ancestry",
-    "beam_positions",
-    "self_spans",
-    "write_spans",
-    "cross_spans",
-)
-"""The columns of `metrale.nllb.workspace.DECODER_COLUMNS`, in the order in which `Decoder` fills them."""
-
-
-class Feed(NamedTuple):
-    """Tokens that one sequence, or one beam of it, feeds in a pass: ``ids[i]`` goes to target position ``first + i``.
-
-    Attributes
-    ----------
-    ids : tuple of int
-    first : int
-    span : Span
-    cell : int
-        0 or more: the id of a feed of one is read there on the device, and ``ids[0]`` is not used.
-    beam : int
-        The beam of the span whose positions are written.
-    ancestry : int
-        Row of the ancestry table that says which beam's positions are attended to; -1: the first beam's.
-    """
-
-    ids: tuple[int, ...]
-    first: int
-    span: Span
-    cell: int = -1
-    beam: int = 0
-    ancestry: int = -1
 
 
 class Pass(NamedTuple):
@@ -140,7 +100,6 @@ class Decoder:
         self.hidden = workspace[f"{side}.hidden"]
         self._cells: dict[str, int] = {}
         self._ancestry: dict[str, int] = {}
-        self._spares: list[Feed] = []
         if side == "decoder":
             self._ancestry = {
                 "ancestry": workspace["beams.ancestry"],
@@ -148,15 +107,12 @@ class Decoder:
                 "ancestry_capacity": shape.limits.target_positions,
             }
             self._cells = {"cells": workspace["feed.cells"], "cell_count": shape.feed_cells}
-            for spare in range(shape.spare_rows):  # each row writes KV of its own
-                at = workspace["decoder.spare"].offset(spare * shape.position_bytes)
-                self._spares.append(Feed((0,), 0, Span(0, 1, at, shape.position_bytes)))
         open_ranges(self, gpu.ranges)
 
     @ranged("{self._side} pass")
     def run(
         self,
-        feeds: Sequence[Feed],
+        fed: Fed,
         logits: DevicePtr,
         stream: StreamLike,
         *,
@@ -165,32 +121,30 @@ class Decoder:
     ) -> None:
         """Enqueue one pass: each weight is read once, whatever the number of sequences.
 
-        Every feed has the same number of ids. Keys and values are written before any row attends, and row ``i`` of a
-        feed sees target positions up to its own, so several ids a sequence are causal.
+        Keys and values are written before any row attends, and a row sees target positions up to its own, so several
+        ids a sequence are causal.
 
         Parameters
         ----------
-        feeds : sequence of Feed
+        fed : Fed
         logits : DevicePtr
-            Where the logits of feed ``i``'s last id go: row ``i`` from here. NULL leaves them out.
+            Where the logits of lane ``i``'s last id go: row ``i`` from here. NULL leaves them out.
         stream : StreamLike
         of_all : bool
-            Whether every id has logits, one row after the other, and not the last of each feed alone.
+            Whether every id has logits, one row after the other, and not the last of each lane alone.
         observe : callable or None
             Called in each layer when ``rows.wide`` has the queries of cross-attention, to enqueue work of its own.
         """
-        depth, lanes = len(feeds[0].ids), len(feeds)
-        if self._spares:
-            feeds = [*feeds, *self._spares[: self._shape.step_rows(lanes) - lanes]]
-        self._upload(feeds, stream)
+        self._upload(fed, stream)
+        adapter, ancestry = np.maximum.reduce(fed.counts[[ADAPTERS, ANCESTRY]], axis=1).tolist()
         work = Pass(
-            rows=len(feeds) * depth,
-            heads=lanes * depth if of_all else lanes,
-            depth=1 if of_all else depth,
-            fed=depth,
+            rows=fed.counts.shape[1],
+            heads=fed.lanes * fed.depth if of_all else fed.lanes,
+            depth=1 if of_all else fed.depth,
+            fed=fed.depth,
             logits=int(logits),
-            searched=any(feed.ancestry >= 0 for feed in feeds),
-            adapted=self._shape.always_adapts or any(feed.span.adapter >= 0 for feed in feeds),
+            searched=ancestry >= 0,
+            adapted=self._shape.always_adapts or adapter >= 0,
         )
         if self._graphs is None or observe is not None:
             self._enqueue(work, observe, stream)
@@ -201,19 +155,9 @@ class Decoder:
             self._head(self._rows(work, stream), work)
 
     @ranged("table")
-    def _upload(self, feeds: Sequence[Feed], stream: StreamLike) -> None:
-        """Enqueue the copy of the pass' table: a row for each id."""
-        values: list[int] = []  # flat, and made an array at once: a step has many rows, and the device may wait for it
-        for ids, first, span, cell, beam, ancestry in feeds:
-            source = int(span.ptr)
-            own = span.target()
-            written = own + beam * span.beam_positions * span.position_bytes
-            length = span.source_len or 1  # a spare row attends to the position that it writes
-            for position, token in enumerate(ids, first):
-                values += (token, cell, position, position + 1, length)
-                values += (span.adapter, ancestry, span.beam_positions, own, written, source)
-        columns = np.fromiter(values, np.int64, len(values)).reshape(-1, len(_COLUMNS)).T
-        self._workspace.tables[self._side].upload(stream, **dict(zip(_COLUMNS, columns, strict=True)))
+    def _upload(self, fed: Fed, stream: StreamLike) -> None:
+        """Enqueue the copy of the pass' table."""
+        self._workspace.tables[self._side].upload_blocks(stream, fed.spans, fed.counts)
 
     def _rows(self, work: Pass, stream: StreamLike) -> Rows:
         return Rows.of(self._gpu, self._shape, self._workspace, self._side, work.rows, stream)

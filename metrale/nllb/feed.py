@@ -17,24 +17,30 @@ from metrale.errors import InvalidInput
 from metrale.model import GREEDY, FeedSource, RowMask, SamplingParams, SequenceState
 from metrale.nllb.admission import given_len
 from metrale.nllb.checks import pinned_results, require_event, token_id
-from metrale.nllb.decoder import Feed
 from metrale.nllb.limits import WORD_ROOM, ModelShape
 from metrale.nllb.logits import LogitsRows
 from metrale.nllb.passes import Copy, Passes
 from metrale.nllb.slot_rules import SlotRules
+from metrale.nllb.slots import ANYWHERE, NOTHING, Batch, SlotColumns, Step
 from metrale.nllb.workspace import Workspace, feed_state
-from metrale.ops.processing import adjusts
+from metrale.ops.processing import SUPPRESS
 from metrale.ops.sample import COUNT_COLUMNS, KEEP, LOGPROB, SETTING_COLUMNS, sample
 
-_LENGTH, _NGRAM, _MODE, _MASK, _CELL, _FORCED = map(
-    COUNT_COLUMNS.index, ("length", "ngram", "mode", "mask0", "cell", "forced")
+_SLOT, _LENGTH, _MODE, _MASK, _CELL, _FORCED = map(
+    COUNT_COLUMNS.index, ("slot", "length", "mode", "mask0", "cell", "forced")
 )
-_PENALTY: Final = SETTING_COLUMNS.index("penalty")
 _LATE: Final = ("given", "least", "withheld", "last", "last_id")
 """For each slot what depends on how many ids were generated: the ids that do not count; how many there must be before
 EOS may come, and the bits of the mode until then; the count at which an id is forced, and which."""
 _GIVEN, _LEAST, _WITHHELD, _LAST, _LAST_ID = range(len(_LATE))
 _NEVER: Final = -(1 << 31)
+
+_UNSET: Final = 1
+_REMEMBERS: Final = 2
+_CHANGES: Final = 4
+_ADJUSTS: Final = 8
+"""Bits of what a slot asks for, so that a step whose slots do not ask for it passes it over: its settings are another
+sequence's; its ids depend on those before; what it does depends on how many there are; its scores are processed."""
 
 
 class TokenFeed:
@@ -52,6 +58,8 @@ class TokenFeed:
     passes : Passes
         Whose feeding turn orders this.
     rules : SlotRules
+    columns : SlotColumns
+        They are told for which slots an id waits.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class TokenFeed:
         logits: LogitsRows,
         passes: Passes,
         rules: SlotRules,
+        columns: SlotColumns,
     ) -> None:
         self._gpu = gpu
         self._shape = shape
@@ -71,38 +80,36 @@ class TokenFeed:
         self._rules = rules
         slots = shape.limits.max_batch
         self._capacity = shape.limits.target_positions
-        self._first_slot = shape.logits_rows  # the cell of slot 0
+        self._columns = columns
         self._greedy_rows = 0  # rows of the last argmax
-        self._owners: dict[int, tuple[SequenceState, SamplingParams]] = {}
-        self._sampled: dict[int, SequenceState] = {}
+        self._asks = np.full(slots, _UNSET)
         self._counts = np.zeros((slots, len(COUNT_COLUMNS)), dtype=np.int32)
         self._late = np.zeros((slots, len(_LATE)), dtype=np.int32)
-        self._remembering: set[int] = set()  # slots whose ids depend on those before
         self._settings = np.zeros((slots, len(SETTING_COLUMNS)), dtype=np.float32)
         self._seeds = np.zeros(slots, dtype=np.uint64)
+        self._places = {name: space[name] for name in (*feed_state(shape), "feed.results")}
         for name, size in feed_state(shape).items():
             gpu.memset(space[name], 0, size)
         open_ranges(self, gpu.ranges)
 
     # cells
 
-    def cell(self, source: FeedSource, seq: SequenceState, index: int) -> int:
-        """Return the cell that ``sources[index]`` stands for; -1 for a token of its own.
+    def cell(self, source: FeedSource, seq: SequenceState, argument: str) -> int:
+        """Return the cell that a source stands for; -1 for a token of its own. An error names ``argument``.
 
         Raises
         ------
         InvalidInput
             When no id has been chosen for it.
         """
-        argument = f"sources[{index}]"
         if not isinstance(source, FeedSource):
             raise InvalidInput(argument, "a FeedSource", source)
         if source.sampled:
-            if self._sampled.get(seq.slot_idx) is not seq:
+            if self._columns.waiting[seq.slot_idx] != ANYWHERE:
                 raise InvalidInput(
                     argument, "a sequence for which sample_batch_to_feed has chosen an id", "sampled=True"
                 )
-            return self._first_slot + seq.slot_idx
+            return int(self._columns.cells[seq.slot_idx])
         if source.token is not None:
             token_id(f"{argument}.token", source.token, self._shape.vocab)
             return -1
@@ -115,11 +122,13 @@ class TokenFeed:
         """Set how the ids of a prefilled sequence are chosen, and tell the device what it must know for that."""
         self._rules.check(params)
         self._rules.send(seq, params, stream)
-        self._set(seq, seq.slot_idx, params)
+        self._set(seq, params)
+        self._columns.waiting[seq.slot_idx] = NOTHING
 
-    def _set(self, seq: SequenceState, slot: int, params: SamplingParams) -> None:
+    def _set(self, seq: SequenceState, params: SamplingParams) -> None:
+        slot = seq.slot_idx
         mode = self._rules.mode(params, withhold_eos=False) | (KEEP if params.needs_history else 0)
-        top_k, cell = min(params.top_k, self._shape.vocab), self._first_slot + slot
+        top_k, cell = min(params.top_k, self._shape.vocab), self._columns.cells[slot]
         self._counts[slot] = (slot, 0, top_k, params.no_repeat_ngram_size, mode, -1, -1, cell, -1)
         least, last, last_id = params.min_new_tokens, _NEVER, -1
         if params.forced_eos_id is not None and params.max_new_tokens is not None:
@@ -128,36 +137,34 @@ class TokenFeed:
         self._late[slot] = (given_len(seq.prompt_len), least, withheld, last, last_id)
         self._settings[slot] = (params.temperature, params.top_p, params.min_p, params.repetition_penalty)
         self._seeds[slot] = params.seed
-        self._owners[slot] = (seq, params)
-        (self._remembering.add if params.needs_history else self._remembering.discard)(slot)
-        self._sampled.pop(slot, None)
+        changes = last != _NEVER or (least and withheld)
+        adjusts = mode & ~KEEP or params.needs_history
+        self._asks[slot] = (
+            (_REMEMBERS if params.needs_history else 0) | (_CHANGES if changes else 0) | (_ADJUSTS if adjusts else 0)
+        )
 
-    def fed_history(self, feeds: Sequence[Feed], seqs: Sequence[SequenceState]) -> list[Copy]:
+    def fed_history(self, step: Step) -> list[Copy]:
         """Return the copies that put a step's ids into the histories, but for ids that `sample` has put there."""
-        if not self._remembering:
-            return []  # so it is as a rule, and a step may have many rows
-        ids, cells = self._space.tables["decoder"].places["ids"], self._space["feed.cells"]
+        if step.all_waited:
+            return []  # so it is as a rule
+        remembering = self._asks[step.slots] & _REMEMBERS != 0
         copies = []
-        for row, (feed, seq) in enumerate(zip(feeds, seqs, strict=True)):
-            owner, params = self._owners.get(seq.slot_idx, (None, GREEDY))
-            own_cell = self._first_slot + seq.slot_idx
-            if owner is seq and params.needs_history and feed.cell != own_cell:
-                source = ids.offset(4 * row) if feed.cell < 0 else cells.offset(4 * feed.cell)
-                place = self._space["feed.history"].offset(4 * (seq.slot_idx * self._capacity + feed.first))
-                copies.append(Copy(source, place, 4))
+        ids, cells = self._space.tables["decoder"].places["ids"], self._space["feed.cells"]
+        for row in np.flatnonzero(remembering & (step.cells != self._columns.cells[step.slots])).tolist():
+            slot, position, _, cell = (int(column[row]) for column in step[:4])
+            source = ids.offset(4 * row) if cell < 0 else cells.offset(4 * cell)
+            place = self._space["feed.history"].offset(4 * (slot * self._capacity + position))
+            copies.append(Copy(source, place, 4))
         return copies
 
     def forget(self, seq: SequenceState) -> None:
-        """Choose greedily again for a sequence that begins anew, of which nothing has been chosen."""
-        self._owners.pop(seq.slot_idx, None)
-        self._remembering.discard(seq.slot_idx)
-        self._sampled.pop(seq.slot_idx, None)
+        """Choose greedily again for a live sequence that begins anew, or ends."""
+        self._asks[seq.slot_idx] = _UNSET
 
     def move(self, seq: SequenceState, new: int) -> None:
         """Let what is kept for ``seq`` go ahead of it to slot ``new``."""
         old = seq.slot_idx
-        owner, params = self._owners.get(old, (None, GREEDY))
-        if owner is not seq:
+        if self._asks[old] == _UNSET:
             return
         self._passes.refuse_capture(0)
         self._passes.decoding.wait(0)  # a step may still read the cell of the new slot's former owner
@@ -167,12 +174,10 @@ class TokenFeed:
                 item = 4 if name == "feed.cells" else size // self._shape.limits.max_batch
                 base = self._space[name]
                 self._gpu.copy_d2d_async(base.offset((first + old) * item), base.offset((first + new) * item), item)
-        del self._owners[old]
-        self._remembering.discard(old)
-        sampled = self._sampled.pop(old, None) is seq
-        self._set(seq, new, params)
-        if sampled:
-            self._sampled[new] = seq
+        for kept in (self._counts, self._late, self._settings, self._seeds, self._asks):
+            kept[new] = kept[old]
+        self._counts[new, [_SLOT, _CELL]] = new, self._columns.cells[new]
+        self.forget(seq)
 
     # choosing
 
@@ -181,24 +186,35 @@ class TokenFeed:
         self,
         logits: int,
         seqs: Sequence[SequenceState],
+        batch: Batch,
         dst: NDArray[Any],
         event: int,
         stream: StreamLike,
         logprobs: bool,
     ) -> None:
-        """See `metrale.model.ModelDeviceFeed.sample_batch_to_feed`. The sequences have been checked."""
-        pinned_results(dst, (3, len(seqs)))
-        slots = [seq.slot_idx for seq in seqs]
-        for slot, seq in zip(slots, seqs, strict=True):
-            if self._owners.get(slot, (None,))[0] is not seq:
-                self._set(seq, slot, GREEDY)
-        counts, late = self._counts[slots], self._late[slots]
-        counts[:, _LENGTH] = [seq.seq_len for seq in seqs]
-        generated = counts[:, _LENGTH] - late[:, _GIVEN]  # ids so far
-        counts[:, _MODE] |= np.where(generated < late[:, _LEAST], late[:, _WITHHELD], 0) | (LOGPROB if logprobs else 0)
+        """See `metrale.model.ModelDeviceFeed.sample_batch_to_feed`. Those of ``batch`` have been checked."""
+        slots = batch.slots
+        pinned_results(dst, (3, len(slots)))
+        asks = int(np.bitwise_or.reduce(self._asks[slots]))
+        if asks & _UNSET:
+            for index in np.flatnonzero(self._asks[slots] == _UNSET).tolist():
+                self._set(seqs[index], GREEDY)
+        counts = self._counts[slots]
+        counts[:, _LENGTH] = batch.lengths
+        if asks & _CHANGES:
+            self._change(counts, self._late[slots])
+        if logprobs:
+            counts[:, _MODE] |= LOGPROB
+        adjust = asks & _ADJUSTS != 0 or (asks & _CHANGES != 0 and bool((counts[:, _MODE] & SUPPRESS).any()))
+        self._choose(logits, counts, self._settings[slots], self._seeds[slots], dst, event, stream, adjust=adjust)
+        self._columns.waiting[slots] = ANYWHERE
+
+    @staticmethod
+    def _change(counts: NDArray[np.int32], late: NDArray[np.int32]) -> None:
+        """Let rows withhold EOS, or force an id, by how many ids there are so far."""
+        generated = counts[:, _LENGTH] - late[:, _GIVEN]
+        counts[:, _MODE] |= np.where(generated < late[:, _LEAST], late[:, _WITHHELD], 0)
         counts[:, _FORCED] = np.where(generated == late[:, _LAST], late[:, _LAST_ID], -1)
-        self._choose(logits, counts, self._settings[slots], self._seeds[slots], dst, event, stream)
-        self._sampled.update(zip(slots, seqs, strict=True))
 
     @ranged("score")
     def score(self, logits: int, ids: Sequence[int], dst: NDArray[Any], event: int, stream: StreamLike) -> None:
@@ -237,13 +253,14 @@ class TokenFeed:
         dst: NDArray[Any],
         event: int,
         stream: StreamLike,
+        *,
+        adjust: bool = False,
     ) -> None:
         shape, space, arena = self._shape, self._space, self._logits.arena
         rows = len(counts)
         self._logits.index(logits, rows)
         require_event(self._gpu, event)
-        results = space["feed.results"]
-        adjusted = adjusts(counts[:, _NGRAM], counts[:, _MODE], settings[:, _PENALTY])
+        results = self._places["feed.results"]
         passes = self._passes
         passes.refuse_capture(stream)
         passes.decoding.wait(stream)
@@ -258,10 +275,10 @@ class TokenFeed:
                 table["counts"],
                 table["settings"],
                 table["seeds"],
-                space["feed.bans"],
-                space["feed.words"],
-                space["feed.history"],
-                space["feed.cells"],
+                self._places["feed.bans"],
+                self._places["feed.words"],
+                self._places["feed.history"],
+                self._places["feed.cells"],
                 results,
                 results.offset(4 * rows),
                 results.offset(8 * rows),
@@ -273,7 +290,7 @@ class TokenFeed:
                 word_room=WORD_ROOM,
                 capacity=self._capacity,
                 cell_count=shape.feed_cells,
-                adjust=bool(adjusted.any()),
+                adjust=adjust,
                 dtype=arena.dtype,
                 stream=stream,
             )

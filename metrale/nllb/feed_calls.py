@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,10 @@ from gpu_runtime.streams import StreamLike
 from metrale.checks import integer
 from metrale.errors import SequenceError
 from metrale.model import FeedSource, MixedBatchResult, PrefillSlice, RowMask, SamplingParams, SequenceState
-from metrale.nllb.decoder import Feed
 from metrale.nllb.forward_calls import ForwardCalls
+from metrale.nllb.slots import Batch, Step
+
+_IS_SAMPLED: Final = attrgetter("sampled")
 
 
 class FeedCalls(ForwardCalls):
@@ -35,8 +38,8 @@ class FeedCalls(ForwardCalls):
         with self._lock:
             self._check_open()
             self._check_lanes("sources", len(sources), seqs)
-            feeds, owners = self._fed(sources, seqs)
-            return self._passes.decode(feeds, stream, self._feed.fed_history(feeds, owners))
+            step = self._fed(sources, seqs)
+            return self._passes.decode(step, stream, self._feed.fed_history(step))
 
     def mixed_forward_batch_fed(
         self,
@@ -47,30 +50,30 @@ class FeedCalls(ForwardCalls):
     ) -> MixedBatchResult:
         with self._lock:
             self._check_open()
-            feeds: list[Feed] = []
-            owners: list[SequenceState] = []
+            step = None
             if len(sources) or len(decode_seqs):
                 self._check_lanes("sources", len(sources), decode_seqs)
-                feeds, owners = self._fed(sources, decode_seqs)
-            return self._mixed(feeds, owners, prefill_streams, len(feeds), 0, stream)
+                step = self._fed(sources, decode_seqs)
+            rows = 0 if step is None else len(step.slots)
+            return self._mixed(step, decode_seqs, prefill_streams, rows, 0, stream)
 
-    def _fed(
-        self, sources: Sequence[FeedSource], seqs: Sequence[SequenceState]
-    ) -> tuple[list[Feed], list[SequenceState]]:
-        """Return what each row of a fed step feeds, and the sequence that it belongs to."""
-        spans = self._admission.decodable(seqs)
-        feeds: list[Feed] = []
-        owners: list[SequenceState] = []
-        for index, (source, seq, span) in enumerate(zip(sources, seqs, spans, strict=True)):
+    def _fed(self, sources: Sequence[FeedSource], seqs: Sequence[SequenceState]) -> Step:
+        """Return a step whose ids come from ``sources``: from the cells of all rows, as a rule."""
+        batch = self._admission.decodable(seqs)
+        is_plain = {*map(type, sources)} == {FeedSource} and all(map(_IS_SAMPLED, sources))
+        if is_plain and self._columns.waiting_at(batch).all():
+            return self._columns.step(batch)
+        rows: list[tuple[int, int, int, int]] = []
+        for index, (source, seq) in enumerate(zip(sources, seqs, strict=True)):
+            argument = f"sources[{index}]"
             if self._beams.searches(seq):
-                beams = self._beams.feeds(source, seq, span, f"sources[{index}]")
-                feeds += beams
-                owners += [seq] * len(beams)
+                self._beams.check_fed(source, seq, argument)
+                slots = self._table.members(seq)
+                rows += [(slot, seq.seq_len, 0, int(self._columns.cells[slot])) for slot in slots]
             else:
-                cell = self._feed.cell(source, seq, index)
-                feeds.append(Feed((source.token or 0,), seq.seq_len, span, cell))
-                owners.append(seq)
-        return feeds, owners
+                cell = self._feed.cell(source, seq, argument)
+                rows.append((seq.slot_idx, seq.seq_len, source.token or 0, cell))
+        return Step(*np.array(rows).T)
 
     def argmax_batch_to_feed(
         self,
@@ -91,7 +94,7 @@ class FeedCalls(ForwardCalls):
             self._admission.prefilled("begin_sampling", seq)
             if len(seq.tokens) != seq.seq_len:
                 raise SequenceError(f"begin_sampling: the tokens of the sequence in slot {seq.slot_idx} are not known")
-            self._beams.refuse("begin_sampling", seq)
+            self._beams.refuse("begin_sampling", Batch.of([seq]))
             self._feed.begin(seq, params, stream)
 
     def sample_batch_to_feed(
@@ -107,11 +110,9 @@ class FeedCalls(ForwardCalls):
         with self._lock:
             self._check_open()
             integer("seqs: length", len(seqs), 1)
-            self._admission.check_prefilled("sample_batch_to_feed", seqs)
-            for seq in seqs:
-                self._beams.refuse("sample_batch_to_feed", seq)
-            self._admission.check_distinct(seqs, "seqs")
-            self._feed.sample(logits, seqs, dst, event, stream, logprobs)
+            batch = self._admission.all_prefilled("sample_batch_to_feed", seqs)
+            self._beams.refuse("sample_batch_to_feed", batch)
+            self._feed.sample(logits, seqs, batch, dst, event, stream, logprobs)
 
     def reserve_decode_block(self, seq: SequenceState) -> int:
         """Return 0: a sequence has the KV of all its positions from the start."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from gpu_runtime.backend import NULL
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
@@ -14,7 +16,7 @@ from metrale.model import MixedBatchResult, MixedForwardResult, PrefillSlice, Se
 from metrale.nllb.admission import Prompt
 from metrale.nllb.checks import token_id, token_ids
 from metrale.nllb.core import NllbCore
-from metrale.nllb.decoder import Feed
+from metrale.nllb.slots import NOTHING, Step
 
 
 class ForwardCalls(NllbCore):
@@ -63,7 +65,7 @@ class ForwardCalls(NllbCore):
         """
         with self._lock:
             self._check_open()
-            return self._mixed([], [], streams, row_base, stream, stream).prefill_logits
+            return self._mixed(None, [], streams, row_base, stream, stream).prefill_logits
 
     def decode(self, token: int, seq: SequenceState, stream: StreamLike = 0) -> DevicePtr:
         return self.decode_batch([token_id("token", token, self.shape.vocab)], [seq], stream)
@@ -81,9 +83,9 @@ class ForwardCalls(NllbCore):
         """
         with self._lock:
             self._check_open()
-            feeds = self._feeds("tokens", tokens, seqs)
-            base = self._passes.decode(feeds, stream, self._feed.fed_history(feeds, seqs))
-            self._note_decoded(feeds, seqs)
+            step = self._given("tokens", tokens, seqs)
+            base = self._passes.decode(step, stream, self._feed.fed_history(step))
+            self._note_decoded(step, seqs)
             return base
 
     def step_rows(self, lanes: int) -> int:
@@ -111,9 +113,9 @@ class ForwardCalls(NllbCore):
             ids = token_ids("prefill_tokens", prefill_tokens, self.shape.vocab)
             one = PrefillSlice(ids, prefill_seq, prefill_chunk_start, prefill_chunk_len, prefill_is_last)
             prompt = self._admission.prompt(one, "prefill_tokens")  # first: it says whether the sequence has a slot
-            feeds = self._decode_feeds(decode_tokens, decode_seqs)
-            result = self._mixed(feeds, decode_seqs, [one], self._slot_row(prompt.seq), stream, stream)
-            self._note_decoded(feeds, decode_seqs)
+            step = self._given_or_none(decode_tokens, decode_seqs)
+            result = self._mixed(step, decode_seqs, [one], self._slot_row(prompt.seq), stream, stream)
+            self._note_decoded(step, decode_seqs)
             return MixedForwardResult(result.decode_logits, result.prefill_logits[0])
 
     def mixed_forward_batch(
@@ -131,14 +133,14 @@ class ForwardCalls(NllbCore):
         """
         with self._lock:
             self._check_open()
-            feeds = self._decode_feeds(decode_tokens, decode_seqs)
-            result = self._mixed(feeds, decode_seqs, prefill_streams, len(feeds), 0, stream)
-            self._note_decoded(feeds, decode_seqs)
+            step = self._given_or_none(decode_tokens, decode_seqs)
+            result = self._mixed(step, decode_seqs, prefill_streams, len(decode_seqs), 0, stream)
+            self._note_decoded(step, decode_seqs)
             return result
 
     def _mixed(
         self,
-        feeds: list[Feed],
+        step: Step | None,
         seqs: Sequence[SequenceState],
         streams: Sequence[PrefillSlice],
         row_base: int,
@@ -147,13 +149,12 @@ class ForwardCalls(NllbCore):
     ) -> MixedBatchResult:
         """Check the prefill part and enqueue both; either may be empty. The decode part has been checked."""
         prompts = self._prompts(streams, row_base)
-        decoded = {id(seq): seq for seq in seqs}.values()  # one with beams has several rows
-        self._admission.check_distinct(
-            [*decoded, *(one.seq for one in prompts)], "seqs, streams" if feeds else "streams"
-        )
-        if feeds:
-            copies = self._feed.fed_history(feeds, seqs)
-            result = MixedBatchResult(*self._passes.mixed(feeds, copies, decode_stream, prompts, row_base, stream))
+        if prompts:
+            together = "streams" if step is None else "seqs, streams"
+            self._admission.check_distinct([*seqs, *(one.seq for one in prompts)], together)
+        if step is not None:
+            copies = self._feed.fed_history(step)
+            result = MixedBatchResult(*self._passes.mixed(step, copies, decode_stream, prompts, row_base, stream))
         else:
             result = MixedBatchResult(NULL, self._passes.prefill(prompts, row_base, stream) if prompts else [])
         self._note_prefilled(prompts)
@@ -178,25 +179,24 @@ class ForwardCalls(NllbCore):
         integer("row_base", row_base, 0, rows - len(streams), expected)
         return [self._admission.prompt(one, f"streams[{index}]") for index, one in enumerate(streams)]
 
-    def _decode_feeds(self, tokens: Sequence[int], seqs: Sequence[SequenceState]) -> list[Feed]:
-        """Return the feeds of the decode part of a mixed step, which may be none."""
+    def _given_or_none(self, tokens: Sequence[int], seqs: Sequence[SequenceState]) -> Step | None:
+        """Return the decode part of a mixed step, which may be none."""
         ids = token_ids("decode_tokens", tokens, self.shape.vocab)
-        return self._feeds("decode_tokens", ids, seqs) if ids or len(seqs) else []
+        return self._given("decode_tokens", ids, seqs) if ids or len(seqs) else None
 
-    def _feeds(self, argument: str, tokens: Sequence[int], seqs: Sequence[SequenceState]) -> list[Feed]:
+    def _given(self, argument: str, tokens: Sequence[int], seqs: Sequence[SequenceState]) -> Step:
+        """Return a step whose ids the host knows."""
         ids = token_ids(argument, tokens, self.shape.vocab)
         self._check_lanes(argument, len(ids), seqs)
-        spans = self._admission.decodable(seqs)
-        for seq in seqs:
-            self._beams.refuse("decode", seq)  # the ids of beams are on the device alone
-        return [Feed((token,), seq.seq_len, span) for token, seq, span in zip(ids, seqs, spans, strict=True)]
+        batch = self._admission.decodable(seqs)
+        self._beams.refuse("decode", batch)  # the ids of beams are on the device alone
+        return Step(*batch, np.array(ids), np.full(len(ids), -1))
 
     def _check_lanes(self, argument: str, count: int, seqs: Sequence[SequenceState]) -> None:
         most = self.shape.limits.max_batch
         if not 1 <= len(seqs) <= most or count != len(seqs):
             got = f"{count} tokens and {len(seqs)} sequences"
             raise InvalidInput(f"{argument}, seqs", f"one token for each of 1 to {most} sequences", got)
-        self._admission.check_distinct(seqs, "seqs")
 
     def _note_prefilled(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:
@@ -204,9 +204,11 @@ class ForwardCalls(NllbCore):
             prompt.seq.seq_len = prompt.seq.prompt_len = len(prompt.prefix)
             self._feed.forget(prompt.seq)
             self._beams.forget(prompt.seq)
+            self._columns.waiting[prompt.seq.slot_idx] = NOTHING
 
     @staticmethod
-    def _note_decoded(feeds: Sequence[Feed], seqs: Sequence[SequenceState]) -> None:
-        for feed, seq in zip(feeds, seqs, strict=True):
-            seq.tokens.append(feed.ids[0])
+    def _note_decoded(step: Step | None, seqs: Sequence[SequenceState]) -> None:
+        ids = [] if step is None else step.ids.tolist()
+        for token, seq in zip(ids, seqs, strict=True):
+            seq.tokens.append(token)
             seq.seq_len += 1

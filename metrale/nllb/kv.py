@@ -33,11 +33,11 @@ class Span:
         Source positions written; 0 before prefill.
     adapter : int
         Slot of the adapter that its keys and values were made with, or -1.
-    fresh : bool
-        Whether no decode step has come after the prefill, or the copy, that filled it.
-    beams, beam_positions : int
-        How many beams there are, and the target positions of each, one beam's after the other's at the end of the span.
-        Without beams, ``beam_positions`` is 0, and the one target takes what the source leaves.
+    slots : tuple of int
+        Slots of its sequence: one, or one for each beam.
+    beam_positions : int
+        The target positions of each beam, one beam's after the other's at the end of the span. Without beams it is 0,
+        and the one target takes what the source leaves.
     """
 
     first: int
@@ -46,8 +46,7 @@ class Span:
     position_bytes: int
     source_len: int = 0
     adapter: int = -1
-    fresh: bool = False
-    beams: int = 1
+    slots: tuple[int, ...] = ()
     beam_positions: int = 0
 
     @property

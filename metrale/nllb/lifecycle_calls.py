@@ -12,6 +12,7 @@ from metrale.errors import InvalidInput, SequenceError
 from metrale.model import Capacity, SequenceState
 from metrale.nllb.admission import FRAME_LEN, PREFIX_LEN
 from metrale.nllb.core import NllbCore
+from metrale.nllb.slots import Batch
 from metrale.nllb.swap import SavedSequence
 
 
@@ -38,7 +39,9 @@ class LifecycleCalls(NllbCore):
 
     def free_sequence(self, seq: SequenceState) -> None:
         with self._lock:
-            if self._teardown is not None:
+            if self._teardown is not None and self._table.owns(seq):
+                self._feed.forget(seq)
+                self._beams.forget(seq)
                 self._table.free(seq)
 
     def compact_sequence(self, seq: SequenceState, new_slot: int) -> None:
@@ -55,7 +58,7 @@ class LifecycleCalls(NllbCore):
         with self._lock:
             self._check_open()
             slot = self._table.vacant(seq, new_slot)
-            self._beams.refuse("compact_sequence", seq)
+            self._beams.refuse("compact_sequence", Batch.of([seq]))
             if slot != seq.slot_idx:
                 self._feed.move(seq, slot)
                 self._table.move(seq, slot)
@@ -132,6 +135,7 @@ class LifecycleCalls(NllbCore):
                 raise InvalidInput("adapter_slot", what, seq.adapter_slot)
             self._passes.fill(span, saved.kv, 0)
             span.source_len, span.adapter = saved.source_len, seq.adapter_slot
+            self._columns.filled(span)
             seq.tokens, seq.seq_len, seq.prompt_len = saved.tokens, len(saved.tokens), saved.prompt_len
             seq.src_lang_id, seq.tgt_lang_id = saved.src_lang_id, saved.tgt_lang_id
 

@@ -17,12 +17,14 @@ from gpu_runtime.ranges import open_ranges, ranged
 from gpu_runtime.streams import StreamLike
 from metrale.errors import NotSupported
 from metrale.nllb.admission import Prompt
-from metrale.nllb.decoder import Decoder, Feed, Observer
+from metrale.nllb.decoder import Decoder, Observer
 from metrale.nllb.device_weights import DeviceWeights
 from metrale.nllb.encoder import Encoder
+from metrale.nllb.fed import Feed, fed_ids
 from metrale.nllb.kv import Span
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.logits import LogitsRows
+from metrale.nllb.slots import SlotColumns, Step
 from metrale.nllb.step_graphs import StepGraphs
 from metrale.nllb.turns import Turn
 from metrale.nllb.workspace import Workspace
@@ -53,6 +55,8 @@ class Passes:
     weights : DeviceWeights
     space : Workspace
     logits : LogitsRows
+    columns : SlotColumns
+        What steps gather their rows from; it follows prefills.
     decoding, prefilling, feeding : Turn
     graphs : StepGraphs or None
         Where decode steps are kept as graphs; None: their launches are enqueued one by one.
@@ -72,6 +76,7 @@ class Passes:
         weights: DeviceWeights,
         space: Workspace,
         logits: LogitsRows,
+        columns: SlotColumns,
         decoding: Turn,
         prefilling: Turn,
         feeding: Turn,
@@ -80,6 +85,7 @@ class Passes:
         self._gpu = gpu
         self._shape = shape
         self._logits = logits
+        self._columns = columns
         self.decoding = decoding
         self.prefilling = prefilling
         self.feeding = feeding
@@ -91,21 +97,21 @@ class Passes:
         open_ranges(self, gpu.ranges)
 
     @ranged("decode step")
-    def decode(self, feeds: Sequence[Feed], stream: StreamLike, copies: Sequence[Copy] = ()) -> DevicePtr:
-        """Enqueue one step, feed ``i`` into row ``i``, then ``copies``, and return the address of row 0."""
+    def decode(self, step: Step, stream: StreamLike, copies: Sequence[Copy] = ()) -> DevicePtr:
+        """Enqueue one step, then ``copies``, and return the address of row 0."""
         self.refuse_capture(stream)
-        rows = self._logits
-        fresh = [feed.span for feed in feeds if feed.span.fresh]
-        if fresh or rows.any_written_by(self.prefilling, 0, len(feeds)):
+        rows, lanes, fresh = self._logits, len(step.slots), self._columns.fresh
+        any_fresh = fresh[step.slots].any()
+        if any_fresh or rows.any_written_by(self.prefilling, 0, lanes):
             self.prefilling.wait(stream)
         self.feeding.wait(stream)
         with self.decoding.use(stream):
-            self._decoder.run(feeds, rows.arena.base, stream)
+            self._decoder.run(self._columns.fed(step), rows.arena.base, stream)
             for copy in copies:
                 self._gpu.copy_d2d_async(*copy, stream)
-        rows.written(self.decoding, 0, len(feeds))
-        for span in fresh:
-            span.fresh = False
+        rows.written(self.decoding, 0, lanes)
+        if any_fresh:
+            fresh[step.slots] = False
         self.hidden = self._decoder.hidden
         return rows.arena.base
 
@@ -117,7 +123,7 @@ class Passes:
 
     def mixed(
         self,
-        feeds: Sequence[Feed],
+        step: Step,
         copies: Sequence[Copy],
         decode_stream: StreamLike,
         prompts: list[Prompt],
@@ -132,7 +138,7 @@ class Passes:
         self.refuse_capture(stream)
         if prompts:
             self._await_readers(stream)  # before the step is enqueued, which the prefill need not wait for
-        base = self.decode(feeds, decode_stream, copies)
+        base = self.decode(step, decode_stream, copies)
         ptrs = self._prefill(prompts, row, stream) if prompts else []
         self.decoding.wait(stream)
         return base, ptrs
@@ -152,7 +158,7 @@ class Passes:
 
     def _force(self, stream: StreamLike, feed: Feed, observe: Observer | None) -> DevicePtr:
         base = self._logits.arena.base
-        self._prefix.run([feed], base, stream, of_all=True, observe=observe)
+        self._prefix.run(fed_ids([feed]), base, stream, of_all=True, observe=observe)
         self._logits.written(self.prefilling, 0, len(feed.ids))
         self.hidden = self._prefix.hidden
         return base
@@ -162,12 +168,12 @@ class Passes:
         self.refuse_capture(stream)
         self._await_readers(stream)
         with self.prefilling.use(stream):
-            span.fresh = True
+            self._columns.fresh[span.slots[0]] = True
             self._gpu.copy_h2d_async(data, span.ptr, stream)
 
     def await_span(self, span: Span, stream: StreamLike) -> None:
         """Let later work of ``stream`` come after everything that writes ``span``."""
-        (self.prefilling if span.fresh else self.decoding).wait(stream)
+        (self.prefilling if self._columns.fresh[span.slots[0]] else self.decoding).wait(stream)
 
     def _await_readers(self, stream: StreamLike) -> None:
         """Wait for the decode steps that may still read the spans' former content, and for readers of logits rows."""
@@ -190,8 +196,9 @@ class Passes:
         for prompt in prompts:
             if prompt.seq.seq_len:  # its KV is about to be overwritten: empty, should the device fail half way
                 prompt.seq.tokens, prompt.seq.seq_len, prompt.seq.prompt_len = [], 0, 0
-            prompt.span.source_len, prompt.span.fresh = len(prompt.source), True
-            prompt.span.adapter = prompt.seq.adapter_slot
+            prompt.span.source_len, prompt.span.adapter = len(prompt.source), prompt.seq.adapter_slot
+            self._columns.filled(prompt.span)
+            self._columns.fresh[prompt.span.slots[0]] = True
         for group in self._encoder_groups(prompts):
             self._encoder.run([one.source for one in group], [one.span for one in group], stream)
 
@@ -200,7 +207,7 @@ class Passes:
         depth, most = len(prompts[0].prefix), self._shape.prefix_rows
         for first in range(0, depth, most):  # more than one pass only for a single target
             feeds = [Feed(prompt.prefix[first : first + most], first, prompt.span) for prompt in prompts]
-            self._prefix.run(feeds, logits if first + most >= depth else DevicePtr.NULL, stream)
+            self._prefix.run(fed_ids(feeds), logits if first + most >= depth else DevicePtr.NULL, stream)
 
     def _prefix_groups(self, prompts: Iterable[Prompt]) -> list[list[Prompt]]:
         """Split prompts, in order, into runs whose targets begin equally long, which the workspace can hold."""

@@ -19,7 +19,7 @@ from metrale.model import NOT_FINITE_FLAG, PrefillSlice, ScoredTarget, ScoreReq,
 from metrale.nllb.admission import PREFIX_LEN, Prompt
 from metrale.nllb.beam_calls import BeamCalls
 from metrale.nllb.checks import token_ids
-from metrale.nllb.decoder import Feed
+from metrale.nllb.fed import Feed
 from metrale.nllb.layers import Rows
 from metrale.nllb.passes import Force
 from metrale.nllb.workspace import attention_rows

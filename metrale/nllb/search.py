@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""One beam search, as the host knows it: what was asked, how far it has come, and what its scores are divided by."""
+"""One beam search, as the host knows it: what was asked, and what its scores are divided by."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from metrale.errors import InvalidInput
 from metrale.model import BeamParams, SamplingParams, SequenceState
@@ -15,7 +16,7 @@ from metrale.ops.beam_candidates import MAX_CANDIDATES
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """A search: its sequence and slots, what was asked, and how far it has come.
+    """A search: its sequence and slots, and what was asked.
 
     ``start`` is the length of its history before the first selection, ``given`` that part of it which does not count,
     ``kept`` the candidates that a selection looks at, and ``modes`` the bits of its rows, while EOS may be chosen and
@@ -30,7 +31,6 @@ class Search:
     given: int
     kept: int
     modes: tuple[int, int]
-    selections: int = 0
 
     @property
     def adjusts(self) -> bool:
@@ -43,19 +43,16 @@ class Search:
         assert self.params.max_new_tokens is not None
         return self.params.max_new_tokens
 
-    @property
-    def rows(self) -> int:
-        """Rows of logits that its next selection looks at: before the first, all beams are the same."""
-        return len(self.slots) if self.selections else 1
-
     def norm(self, length: int) -> float:
         """Return what divides the summed log-probability of a hypothesis of ``length`` ids."""
         return math.pow(length, self.beams.length_penalty)
 
-    def bound_norm(self, length: int) -> float:
-        """Return the same for the length at which a running beam is held against the finished ones."""
+    def norms(self) -> NDArray[np.float32]:
+        """Return what divides the score at each length up to the limit, ``[2, limit + 1]``: that of hypotheses that end
+        there, and that of running beams when they are held against the finished ones."""
+        norms = np.array([1.0, *(self.norm(length) for length in range(1, self.limit + 1))], np.float32)
         at_best = self.beams.early_stopping == "never" and self.beams.length_penalty > 0
-        return self.norm(self.limit if at_best else length)
+        return np.stack((norms, np.full_like(norms, norms[-1]) if at_best else norms))
 
 
 def kept_candidates(beams: BeamParams, params: SamplingParams) -> int:

@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import is_
+
+import numpy as np
+
 from metrale.checks import integer
 from metrale.errors import InvalidInput, NoFreeSlot, SequenceError
 from metrale.model import SequenceState
 from metrale.nllb.kv import KvPool, Span
+from metrale.nllb.slots import Batch, SlotColumns
 
 
 class SequenceTable:
@@ -17,13 +23,15 @@ class SequenceTable:
     pool : KvPool
     slots : int
         Sequences that may be live at once.
+    columns : SlotColumns
+        They follow what happens here.
     """
 
-    def __init__(self, pool: KvPool, slots: int) -> None:
+    def __init__(self, pool: KvPool, slots: int, columns: SlotColumns) -> None:
         self._pool = pool
         self._slots = slots
+        self._columns = columns
         self._live: dict[int, tuple[SequenceState, Span]] = {}
-        self._members: dict[int, tuple[int, ...]] = {}
 
     def __len__(self) -> int:
         """Return how many slots are taken."""
@@ -47,23 +55,34 @@ class SequenceTable:
                 f"alloc_beams: {slots} beams need as many slots, and {len(free)} of {self._slots} are free"
             )
         span = self._pool.take(positions)
-        span.beams, span.beam_positions = slots, beam_positions
+        span.slots, span.beam_positions = tuple(free), beam_positions
         seq = SequenceState(free[0])
         for slot in free:
             self._live[slot] = (seq, span)
-        self._members[free[0]] = tuple(free)
+        self._columns.held(span)
         return seq
 
     def members(self, seq: SequenceState) -> tuple[int, ...]:
         """Return the slots of a live sequence, one for each of its beams. Raises as `span`."""
-        self.span(seq)
-        return self._members[seq.slot_idx]
+        return self.span(seq).slots
 
     def owns(self, seq: SequenceState) -> bool:
         """Return whether ``seq`` holds its slot. `InvalidInput` when it is no `SequenceState`."""
         if not isinstance(seq, SequenceState):
             raise InvalidInput("seq", "a SequenceState", seq)
         return self.live(seq) is not None
+
+    def batch(self, seqs: Sequence[SequenceState]) -> Batch | None:
+        """Return live sequences as a batch; None when one is not live, or there twice, or its length is no number."""
+        live, count = self._live, len(seqs)
+        try:
+            slots = [seq.slot_idx for seq in seqs]
+            if len({*slots}) < count or not all(map(is_, [live[slot][0] for slot in slots], seqs)):
+                return None
+            lengths = np.fromiter([seq.seq_len for seq in seqs], np.int64, count)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+            return None
+        return Batch(np.fromiter(slots, np.int64, count), lengths)
 
     def live(self, seq: SequenceState) -> Span | None:
         """Return the span of a live sequence, and None for what `span` refuses."""
@@ -93,7 +112,7 @@ class SequenceTable:
         """Release the slot and the span of ``seq``, which is detached from then on; nothing when it holds none."""
         if self.owns(seq):
             _, span = self._live[seq.slot_idx]
-            for slot in self._members.pop(seq.slot_idx):
+            for slot in span.slots:
                 del self._live[slot]
             self._pool.give_back(span)
             seq.slot_idx = SequenceState.DETACHED
@@ -108,8 +127,7 @@ class SequenceTable:
         InvalidInput
             When there is no such slot.
         """
-        self.span(seq)
-        if len(self._members[seq.slot_idx]) > 1:
+        if len(self.span(seq).slots) > 1:
             raise SequenceError(f"compact_sequence: the sequence in slot {seq.slot_idx} has several beams")
         slot = integer("new_slot", slot, 0, self._slots - 1, f"a slot in [0, {self._slots})")
         if slot in self._live and slot != seq.slot_idx:
@@ -118,7 +136,7 @@ class SequenceTable:
 
     def move(self, seq: SequenceState, slot: int) -> None:
         """Let ``seq`` hold ``slot``, which is `vacant`, instead of its own. The span stays where it is."""
-        self._live[slot] = self._live.pop(seq.slot_idx)
-        del self._members[seq.slot_idx]
-        self._members[slot] = (slot,)
+        self._live[slot] = entry = self._live.pop(seq.slot_idx)
+        entry[1].slots = (slot,)
+        self._columns.moved(seq.slot_idx, slot)
         seq.slot_idx = slot

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from itertools import product
+from itertools import groupby, product
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from gpu_runtime import dtypes
@@ -15,6 +16,7 @@ from gpu_runtime.arena import Arena, Layout
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
+from metrale.nllb.fed import COUNTS, SPANS
 from metrale.nllb.limits import WORD_ROOM, ModelShape
 from metrale.nllb.lora import low_rank_elements
 from metrale.nllb.staging import Ring
@@ -37,19 +39,7 @@ ENCODER_COLUMNS: Final[Columns] = {
     "offsets": ("i32", 1),
     "adapters": ("i32", 1),
 }
-DECODER_COLUMNS: Final[Columns] = {
-    "self_spans": ("u64", 1),
-    "write_spans": ("u64", 1),
-    "cross_spans": ("u64", 1),
-    "ids": ("i32", 1),
-    "cells": ("i32", 1),
-    "positions": ("i32", 1),
-    "adapters": ("i32", 1),
-    "self_lengths": ("i32", 1),
-    "cross_lengths": ("i32", 1),
-    "ancestry": ("i32", 1),
-    "beam_positions": ("i32", 1),
-}
+DECODER_COLUMNS: Final[Columns] = {**dict.fromkeys(SPANS, ("u64", 1)), **dict.fromkeys(COUNTS, ("i32", 1))}
 FEED_COLUMNS: Final[Columns] = {
     "seeds": ("u64", 1),
     "counts": ("i32", len(COUNT_COLUMNS)),
@@ -102,6 +92,7 @@ class Table:
             }
             for slot in self._ring.slots
         ]
+        self._blocks = [_blocks(list(each.values())) for each in self._columns]
 
     def upload(self, stream: StreamLike, **values: NDArray[Any] | list[int]) -> Mapping[str, DevicePtr]:
         """Enqueue one copy of all columns and return each column's address, which is always the same.
@@ -116,10 +107,28 @@ class Table:
         self._ring.send(self._base, stream)
         return self.places
 
+    def upload_blocks(self, stream: StreamLike, *blocks: NDArray[Any]) -> None:
+        """Do as `upload`, with the values of neighbouring columns of one type together, ``[columns, rows]``."""
+        for room, values in zip(self._blocks[self._ring.take()], blocks, strict=True):
+            room[:, : values.shape[1]] = values
+        self._ring.send(self._base, stream)
+
     def free(self) -> None:
         """Free the page-locked memory; the device memory is not the table's."""
         self._columns.clear()
+        self._blocks.clear()
         self._ring.free()
+
+
+def _blocks(columns: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Return views of columns as they lie in memory, each of neighbours of one type and length, which lie evenly."""
+    blocks = []
+    for _, group in groupby(columns, lambda column: (column.dtype, len(column))):
+        first, *others = group
+        pitch = others[0].ctypes.data - first.ctypes.data if others else 0
+        strides = (pitch, first.itemsize)
+        blocks.append(np.lib.stride_tricks.as_strided(first, (1 + len(others), len(first)), strides))
+    return blocks
 
 
 def table_layout(columns: Columns, rows: int) -> Layout:

@@ -14,6 +14,7 @@ import pytest
 
 from metrale.engine.handle import RequestHandle
 from metrale.engine.request import FinishReason, Generated, Request
+from metrale.engine.wakeup import ThreadWakeup
 from metrale.errors import SequenceError
 from metrale.model import BeamParams, Hypothesis
 from tests.engine.clock import FakeClock
@@ -141,9 +142,9 @@ def test_tokens_come_one_by_one_to_a_waiting_thread() -> None:
 
     thread = threading.Thread(target=consume)
     thread.start()
-    for token in (7, 8, 9):
+    for token, give in ((7, handle.push), (8, handle.add), (9, handle.push)):
         until(lambda: waiters(handle) == 1)
-        handle.push(token)
+        give(token)
         assert turn.acquire(timeout=PATIENCE)
         assert seen[-1] == token
     until(lambda: waiters(handle) == 1)
@@ -151,6 +152,21 @@ def test_tokens_come_one_by_one_to_a_waiting_thread() -> None:
     thread.join(PATIENCE)
     assert not thread.is_alive()
     assert seen == [7, 8, 9]
+
+
+def test_who_comes_to_wait_while_a_token_is_added_sees_it() -> None:
+    """`add` looks for waiters without the lock: the token is there before it looks, and the waiter before it does."""
+    handle = make()
+
+    class Late(list[Any]):
+        def append(self, waiter: Any) -> None:
+            super().append(waiter)
+            handle._tokens.append(7)  # by somebody who had looked before
+
+    handle._token_waiters = Late()
+    assert not handle._register(ThreadWakeup(), 0)
+    assert waiters(handle) == 0
+    assert handle._register(ThreadWakeup(), 2)
 
 
 @eager_switching()
@@ -168,7 +184,7 @@ def test_every_iterator_sees_every_token_in_order() -> None:
         lists = [pool.submit(consume, number) for number in range(32)]
         result = pool.submit(handle.result, PATIENCE)
         for index, token in enumerate(tokens):
-            assert handle.push(token) is None
+            assert (handle.add if index % 3 else handle.push)(token) is None
             if index == len(tokens) // 2:
                 halfway.set()
         handle.finish("length")

@@ -8,6 +8,7 @@ from tests.mutation.rules import rules
 
 _RESULTS = ("tests/engine/test_request.py", "tests/engine/test_engine_beams.py")
 _WIDTHS = ("tests/engine/test_engine_widths.py",)
+_PLAIN = ("tests/engine/test_engine.py", "tests/engine/test_engine_ends.py", "tests/engine/test_engine_sampling.py")
 _FAULTS = ("tests/engine/test_engine_beam_faults.py",)
 
 ENGINE_MUTANTS: list[Mutant] = [
@@ -27,37 +28,69 @@ ENGINE_MUTANTS: list[Mutant] = [
         ("if failure.lane.is_search}", "if False}"),
         ("decoded = sum(lane.rows for lane in decoding)", "decoded = len(decoding)"),
         ("self._select(searched, rows, buffer), 1)", "self._select(searched, rows, buffer), 2)"),
-        ("self._choose_tokens(choosing, first, buffer), 2)", "self._choose_tokens(choosing, first, buffer), 1)"),
+        ("first, buffer, logprobs), 2)", "first, buffer, logprobs), 1)"),
     ),
     *rules(
         "requests with beams",
         "metrale.engine.worker",
         _RESULTS,
-        ("if outcome.lane.is_search and outcome.flags & BEAM_DONE_FLAG:", "if outcome.lane.is_search:"),
-        ("[one for one in current if not one.lane.is_search]", "current"),
+        ("            if state & BEAM_DONE_FLAG and not lane.ended\n", "            if not lane.ended\n"),
+        ("            if state & BEAM_DONE_FLAG and not lane.ended\n", "            if state & BEAM_DONE_FLAG\n"),
         ("generated(handle.length - handle.request.counted_from)", "generated(handle.length)"),
         ("        self._note_first_token(handle)\n        self._recorder", "        self._recorder"),
         ("for token in handle.tokens:", "for token in ():"),
-        ("widths = [lane.rows for lane in decoding]", "widths = [1 for lane in decoding]"),
+        ("sum([lane.width for lane in decoding if not lane.ended])", "len([1 for lane in decoding if not lane.ended])"),
     ),
     *rules(
         "requests with beams",
         "metrale.engine.worker",
         _FAULTS,
         (
-            "NOT_FINITE if outcome.flags & BEAM_NOT_FINITE_FLAG else nothing",
-            "nothing if outcome.flags & BEAM_NOT_FINITE_FLAG else NOT_FINITE",
+            "NOT_FINITE if state & BEAM_NOT_FINITE_FLAG else nothing",
+            "nothing if state & BEAM_NOT_FINITE_FLAG else NOT_FINITE",
         ),
-        ("if outcome.flags & (BEAM_NOT_FINITE_FLAG | BEAM_NO_CHOICE_FLAG):", "if False:"),
+        ("if state & (BEAM_NOT_FINITE_FLAG | BEAM_NO_CHOICE_FLAG):", "if False:"),
         ("        if not found:", "        if False:"),
         ("error_text)\n                return\n", "error_text)\n"),
         ("take_beams(lane.seq)\n        except Exception as", "take_beams(lane.seq)\n        except KeyError as"),
     ),
     *rules(
+        "plain tokens",
+        "metrale.engine.worker",
+        _PLAIN,
+        ("if plain and not flag and token not in lane.ends:", "if plain and token not in lane.ends:"),
+        ("if plain and not flag and token not in lane.ends:", "if plain and not flag:"),
+        ("if plain and not flag and token not in lane.ends:", "if not flag and token not in lane.ends:"),
+        ("            if lane.ended:\n                continue\n            if plain", "            if plain"),
+        ("one.handle.cancel_requested or one.deadline <= now]", "one.deadline <= now]"),
+        ("one.handle.cancel_requested or one.deadline <= now]", "one.handle.cancel_requested]"),
+        ("if one.seq.seq_len >= one.limit and", "if one.seq.seq_len > one.limit and"),
+    ),
+    *rules(
+        "plain tokens",
+        "metrale.engine.steps",
+        _PLAIN,
+        ("lane.is_plain and 1 < lane.chosen < lane.most", "1 < lane.chosen < lane.most"),
+        ("lane.is_plain and 1 < lane.chosen < lane.most", "lane.is_plain and lane.chosen < lane.most"),
+        ("lane.is_plain and 1 < lane.chosen < lane.most", "lane.is_plain and 1 < lane.chosen"),
+        ("not lane.chosen or lane.pending is not None])", "not lane.chosen])"),
+        ("not lane.chosen or lane.pending is not None])", "lane.pending is not None])"),
+    ),
+    *rules(
+        "plain tokens",
+        "metrale.engine.handle",
+        ("tests/engine/test_handle.py",),
+        ("        if self._token_waiters:\n            with", "        if False:\n            with"),
+        (
+            "                self._token_waiters.remove(waiter)\n                return False\n",
+            "                return True\n",
+        ),
+    ),
+    *rules(
         "lanes by width",
         "metrale.engine.worker",
         _WIDTHS,
-        ("sum(lane.handle.request.width for lane in tuple(self._lanes))", "len(self._lanes)"),
+        ("sum([lane.width for lane in tuple(self._lanes)])", "len(self._lanes)"),
         ("self._taken() + handle.request.width > self._policy", "self._taken() + 1 > self._policy"),
         ("not (one in joining or one.is_search) and", "one not in joining and"),
         (
@@ -85,8 +118,8 @@ ENGINE_MUTANTS: list[Mutant] = [
         "lanes by width",
         "metrale.engine.lane",
         _RESULTS,
-        ("request.width if self.is_search and self.chosen else 1", "request.width"),
-        ("self.handle.request.width if self.is_search and self.chosen else 1", "1"),
+        ("self.width if self.chosen else 1", "self.width"),
+        ("self.width if self.chosen else 1", "1"),
     ),
     *rules(
         "lanes by width",
@@ -124,7 +157,6 @@ ENGINE_MUTANTS: list[Mutant] = [
         ("best.ids[given : len(best.ids) - is_eos]", "best.ids[given:]"),
         ("best.logprobs[given:]", "best.logprobs"),
         ('return "eos" if is_eos else "length"', 'return "length"'),
-        ("self._length = request.counted_from + len(best.ids) - given", "self._length = 1 + len(best.ids) - given"),
         ("self._found[0].score if self._found else logprob", "logprob"),
         ("else list(self._found)", "else self._found"),
         (
@@ -144,13 +176,13 @@ ENGINE_MUTANTS: list[Mutant] = [
         "targets with a prefix",
         "metrale.engine.handle",
         _RESULTS,
-        ("        self._length = request.counted_from\n", "        self._length = 1\n"),
+        ("return self.request.counted_from + len(self._tokens)", "return 1 + len(self._tokens)"),
     ),
     *rules(
         "targets with a prefix",
         "metrale.engine.lane",
         _RESULTS,
-        ("request.counted_from + self.chosen >=", "1 + self.chosen >="),
+        ("request.most_tokens - request.counted_from", "request.most_tokens - 1"),
     ),
     *rules(
         "targets with a prefix",

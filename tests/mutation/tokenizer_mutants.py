@@ -179,7 +179,7 @@ TOKENIZER_MUTANTS: list[Mutant] = [
         "legacy order",
         "metrale.nllb.core",
         _ORDER,
-        ("self._adapters, legacy_order=legacy_order", "self._adapters"),
+        ("self._columns, legacy_order=legacy_order", "self._columns"),
     ),
     *rules(
         "legacy order",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from metrale.errors import InvalidInput
@@ -19,10 +20,13 @@ def test_lengths_that_scores_are_divided_by(penalty: float, early: Any) -> None:
     a longer result has the better score for the same sum, as transformers has it."""
     beams, params = BeamParams(2, penalty, early), SamplingParams(max_new_tokens=9)
     search = Search(SequenceState(0), (0, 1), beams, params, 2, 1, 4, (0, 0))
+    norms, bounds = search.norms()
+    assert norms.shape == bounds.shape == (10,)
     for length in range(1, 10):
         assert search.norm(length) == pytest.approx(length**penalty, rel=1e-15)
+        assert norms[length] == np.float32(search.norm(length))
         longest = early == "never" and penalty > 0
-        assert search.bound_norm(length) == pytest.approx((9 if longest else length) ** penalty, rel=1e-15)
+        assert bounds[length] == np.float32(search.norm(9 if longest else length))
 
 
 @pytest.mark.parametrize(
