@@ -42,7 +42,7 @@ from metrale.bench.timing import Clock, Reader, ceilings, open_device
 from metrale.nllb.model import NllbModel
 
 LONG_BATCH, LONG_SOURCE = 64, 64
-READER_BYTES: Final = {"cuda": 4 << 30, "host": 1 << 20}
+READER_BYTES: Final = {"cuda": 4 << 30, "host": 1 << 16}
 PEER_SECONDS: Final = {"ctranslate2": 150.0, "transformers": 300.0}
 STEP_GRAPHS: Final = {"auto": None, "on": True, "off": False}
 

@@ -19,6 +19,8 @@ from metrale.cli.findings import judge, verdicts
 from metrale.cli.isolate import Answer
 
 ROOT = Path(__file__).parents[2]
+FAILING = dict.fromkeys(doctor.PROBES, "json:no_such_function")
+"""Probes that fail before they import anything of the project, which takes half a second each."""
 
 
 def distribution(folder: Path, name: str, version: str, top_level: str | None) -> None:
@@ -39,6 +41,8 @@ def test_two_cupys_are_a_problem(
     distribution(tmp_path, "cupy-cuda13x", "14.2.0", None)
     distribution(tmp_path, "cupy-xarray", "0.1", "cupy_xarray\n")
     monkeypatch.syspath_prepend(tmp_path)
+    asked = {name: doctor.PROBES[name] for name in ("packages", "host")}
+    monkeypatch.setattr(doctor, "PROBES", {**FAILING, **asked})
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     names = {one["name"] for one in report["probes"]["packages"]["data"]["cupy"]}
@@ -62,7 +66,7 @@ def test_the_report_for_people_ends_with_the_verdicts(capsys: pytest.CaptureFixt
 
 
 def test_the_settings_in_force_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "PROBES", dict.fromkeys(doctor.PROBES, "metrale.cli.packages:no_such_function"))
+    monkeypatch.setattr(doctor, "PROBES", FAILING)
     for name, value in {"DEVICE": "cuda:1", "MODEL": "/models/one", "CACHE_DIR": "/cache", "NVTX": "1"}.items():
         monkeypatch.setenv(f"METRALE_{name}", value)
     main(["doctor", "--json"])
@@ -94,8 +98,7 @@ def test_a_gpu_that_works_is_found_to_work(capsys: pytest.CaptureFixture[str]) -
 def test_a_host_that_does_not_work_is_exit_code_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bad = dict.fromkeys(doctor.PROBES, "metrale.cli.packages:no_such_function")
-    monkeypatch.setattr(doctor, "PROBES", bad)
+    monkeypatch.setattr(doctor, "PROBES", FAILING)
     assert main(["doctor"]) == 3
     out = capsys.readouterr().out
     assert "host: not ready: unknown: packages; problem: host backend" in out

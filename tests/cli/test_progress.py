@@ -18,6 +18,7 @@ import pytest
 from metrale.cli import main
 from tests.cli.conftest import FakeTranslator, Feed
 from tests.cli.process import SECONDS, started
+from tests.draws import draws
 
 HELLO = "Hello\n" * 30
 
@@ -56,7 +57,7 @@ def read_all(fd: int, into: list[bytes]) -> None:
         into.append(data)
 
 
-@pytest.mark.parametrize("columns", [0, 60, 200])
+@pytest.mark.parametrize("columns", draws([0, 60, 200], 2))
 def test_on_a_terminal_a_file_s_progress_is_shown(tmp_path: Path, columns: int) -> None:
     source, output = tmp_path / "in.txt", tmp_path / "out.txt"
     source.write_text(HELLO)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,10 +73,11 @@ def _fields() -> Iterator[Case]:
     for field, values in WRONG.items():
         for label, value in values.items():
             yield _refused(f"{field}/{label}", {field: value}, rf"{CONFIG}: {field}: expected ")
-    for pattern in ("rank_pattern", "alpha_pattern"):
-        for label, expression in REGULAR.items():
+    for place, pattern in enumerate(("rank_pattern", "alpha_pattern")):
+        for number, (label, expression) in enumerate(REGULAR.items()):
             says = rf"{CONFIG}: {pattern}: the pattern .* (is no regular|looks back|repeats a group|has more than)"
-            yield _refused(f"{pattern}/{label}", {pattern: {expression: 4}}, says)
+            case = _refused(f"{pattern}/{label}", {pattern: {expression: 4}}, says)
+            yield replace(case, further=(place + number) % 2 != 0)  # else each expression in one of the two
         for label, value in {**NOT_NUMBERS, "null": None}.items():
             yield _refused(
                 f"{pattern}/value_{label}", {pattern: {"fc1": value}}, rf"{CONFIG}: {pattern}: fc1: expected "

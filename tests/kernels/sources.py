@@ -10,7 +10,7 @@ from typing import Final
 import metrale_kernels
 
 from gpu_runtime import cuda
-from gpu_runtime.kernel_source import Parameter
+from gpu_runtime.kernel_source import Parameter, inlined
 
 ARCHITECTURES: Final = ("compute_80", "compute_90", "compute_100")
 
@@ -22,6 +22,11 @@ RUNTIME: Final = sorted(Path(cuda.__file__).parent.glob("*.cu"))
 
 _ENTRY: Final = re.compile(r"\.entry\s+(\w+)\s*\(([^)]*)\)")
 _PARAMETER: Final = re.compile(r"\.param\s+\.([a-z]+)(\d+)\b")
+
+
+def asks_for_generation(source: Path) -> bool:
+    """Return whether another generation of GPUs may get another program of a source, its headers included."""
+    return "__CUDA_ARCH__" in inlined(source, (metrale_kernels.ROOT,))
 
 
 def entries_of_ptx(ptx: bytes) -> dict[str, list[tuple[bool, int]]]:
