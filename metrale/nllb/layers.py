@@ -225,7 +225,7 @@ class Rows:
         )
         if self.invariant and short:  # one way whatever the number of rows
             way = clustered if clusters else thin
-        elif not short or adapted:
+        elif not short:
             way = library
         elif self.count == 1 or (self.count <= THIN_ROWS and n * k <= THIN_WEIGHTS):
             way = thin

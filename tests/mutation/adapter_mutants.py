@@ -134,8 +134,8 @@ ADAPTER_MUTANTS: list[Mutant] = [
         "metrale.nllb.decoder",
         _ROWS,
         ('.adapted(table["adapters"], work.adapted)', ""),
-        ("adapted=adapter >= 0", "adapted=bool(fed.counts[ADAPTERS].min() >= 0)"),
-        ("adapted=adapter >= 0", "adapted=True"),
+        ("or adapter >= 0", "or bool(fed.counts[ADAPTERS].min() >= 0)"),
+        ("or adapter >= 0", "or True"),
     ),
     *rules(
         "adapters",
@@ -162,7 +162,7 @@ ADAPTER_MUTANTS: list[Mutant] = [
         _ROWS,
         ("if some else self", "if True else self"),
         ("self.adapters.offset(4 * first)", "self.adapters"),
-        ('first = activation if low_rank is None else "none"', "first = activation"),
+        ('activation=activation if low_rank is None else "none"', "activation=activation"),
         (
             "            width=weights.width,\n            activation=activation,\n",
             "            width=weights.width,\n",
