@@ -8,7 +8,10 @@ from tests.mutation.rules import rules
 
 _RESULTS = ("tests/engine/test_request.py", "tests/engine/test_engine_beams.py")
 _WIDTHS = ("tests/engine/test_engine_widths.py",)
-_PLAIN = ("tests/engine/test_engine.py", "tests/engine/test_engine_ends.py", "tests/engine/test_engine_sampling.py")
+_PLAIN = tuple(
+    f"tests/engine/test_{name}.py"
+    for name in ("engine", "engine_faults", "engine_cancel", "engine_kv", "engine_sampling", "engine_property")
+)
 _FAULTS = ("tests/engine/test_engine_beam_faults.py",)
 
 ENGINE_MUTANTS: list[Mutant] = [
