@@ -2,44 +2,45 @@
 //
 // ids[r] = index of the largest logit of row r; flags[r] = 1 when the row has a NaN or an infinity, else 0.
 //
-// Layout     logits: T, [rows, vocab], rows `stride` elements apart; ids, flags: int, [rows]. The alignment of one element
-//            is enough; rows at multiples of 16 bytes are read in packs.
-// Launch     grid x = rows; block = whole warps, at most 1,024 threads; static shared memory. May begin before the kernel
-//            ahead has ended.
+// Layout     logits: T, [rows, vocab], rows `stride` elements apart; ids, flags: int, [rows]; parts: 32 bits, [rows, 32,
+//            4], scratch; arrivals: 32 bits, [rows], multiples of 32, to which 32 is added. parts begins at a multiple of
+//            16 bytes; else the alignment of one element is enough. Rows at multiples of 16 bytes are read in packs.
+// Launch     grid x = rows * n: n neighbouring blocks for each row, a power of two up to 32; block = whole warps, at most
+//            256 threads; static shared memory. May begin before the kernel ahead has ended.
 // Aliasing   none.
 // Numbers    Comparisons alone. The lowest index wins a tie, -0 equals 0, and NaN counts as minus infinity: a row of
 //            nothing else gives 0. vocab is at least 1; what lies between rows is not read.
 
-#include "common/dependent.cuh"
-#include "common/logits.cuh"
+#include "common/shares.cuh"
 
 template <typename T>
-__device__ __forceinline__ void argmax(const T* logits, int* ids, int* flags, int rows, int vocab, long long stride) {
-    __shared__ float maxima[WARP];
-    __shared__ Key keys[WARP];
+__device__ __forceinline__ void argmax(const T* logits, int* ids, int* flags, unsigned* parts, unsigned* arrivals,
+                                       int rows, int vocab, long long stride) {
+    __shared__ Shares shared;
     let_next_begin();
+    const Part part = part_of(rows);
+    const long long r = part.row;
+    const Row<T> row(logits + r * stride, vocab);
     wait_for_previous();
-    const int r = blockIdx.x;
     if (r >= rows) {
         return;
     }
-    const Row<T> row(logits + r * stride, vocab);
-    const Seen seen = see<T, false>(row);
-    const int tainted = __syncthreads_or(seen.taint != 0);
-    const float largest = block_reduce<Max>(seen.best, maxima);
-    // Few threads hold the largest value, and they alone look for its place.
-    const Key mine = seen.best == largest ? best_of(row, seen) : NO_KEY;
-    const Key best = block_reduce<Max>(mine, keys);
-    if (threadIdx.x == 0) {
-        ids[r] = index_of(best);
-        flags[r] = tainted;
+    read_part(shared, row, part, false);
+    __syncthreads();
+    if (threadIdx.x < WARP) {
+        Found found = found_in_part(shared, part, false);
+        if (last_of_row(found, parts, arrivals, part, false) && threadIdx.x == 0) {
+            ids[r] = found.best == NO_KEY ? 0 : index_of(found.best);
+            flags[r] = found.taint != 0;
+        }
     }
 }
 
-#define ENTRY(T, suffix)                                                                    \
-    extern "C" __global__ void __launch_bounds__(1024) argmax_##suffix(                     \
-        const T* logits, int* ids, int* flags, int rows, int vocab, long long stride) {     \
-        argmax<T>(logits, ids, flags, rows, vocab, stride);                                 \
+#define ENTRY(T, suffix)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(256, 5) argmax_##suffix(                                \
+        const T* logits, int* ids, int* flags, unsigned int* parts, unsigned int* arrivals, int rows,    \
+        int vocab, long long stride) {                                                                   \
+        argmax<T>(logits, ids, flags, parts, arrivals, rows, vocab, stride);                             \
     }
 ENTRY(float, f32)
 ENTRY(f16, f16)

@@ -6,9 +6,12 @@
 // Layout     logits: T, [rows, vocab], rows `stride` elements apart; counts: int, [rows, 9]; settings: float, [rows, 4];
 //            seeds: 64 bits, [rows]; bans: 32 bits, [slot_count, 2, words], a bit for each id; bad_words: int,
 //            [slot_count, word_room]; history: int, [slot_count, capacity]; cells: int, [cell_count]; ids, flags: int,
-//            [rows]; logprobs: float, [rows]. The alignment of one element is enough; rows at multiples of 16 bytes are
-//            read in packs.
+//            [rows]; logprobs: float, [rows]; parts: 32 bits, [rows, 32, 4], scratch; arrivals: 32 bits, [rows],
+//            multiples of 32, to which 32 is added. parts begins at a multiple of 16 bytes; else the alignment of one
+//            element is enough. Rows at multiples of 16 bytes are read in packs.
 // Launch     grid x = rows; block = 1,024 threads; static shared memory, and with `adjust` 2 * 4 * words bytes of dynamic.
+//            The entry points for `greedy`: grid x = rows * n, n neighbouring blocks for each row, a power of two up to
+//            32; block = whole warps, at most 256 threads; static shared memory.
 // Aliasing   none.
 // Numbers    Scores in float; sums of integers for top-k and top-p, in any order. NaN counts as minus infinity. Equal rows
 //            give equal results wherever they lie. What lies between rows is not read; an id of the history outside the
@@ -17,7 +20,8 @@
 // Undefined  a slot outside [0, slot_count) of a row that uses bans, bad words or history, a negative length, a forced id
 //            outside [-1, vocab), two rows that keep their ids in one slot, words other than vocab / 32 rounded up.
 //
-// 1. One pass over the row for its flags, its largest logit, and the sum of its log-probability.
+// 1. One pass over the row for its flags, its largest logit, and the sum of its log-probability. With `greedy` that is
+//    all, and several blocks share it.
 // 2. With bans, bad words, penalties or masks, another for the largest of what they leave.
 // 3. For a draw, top-k and top-p each find a bound on the distance from the largest: counts or weights of 2,048 ranges of
 //    distances, the first range that reaches the limit, and in it again, until a range is one value. That takes one pass
@@ -26,9 +30,9 @@
 //
 // Of a row whose id is forced there is the first pass alone.
 
-#include "common/logits.cuh"
 #include "common/philox.cuh"
 #include "common/processing.cuh"
+#include "common/shares.cuh"
 
 enum Count { SLOT, LENGTH, TOP_K, NGRAM, MODE, MASK0, MASK1, CELL, FORCED, COUNTS };
 enum Setting { TEMPERATURE, TOP_P, MIN_P, PENALTY, SETTINGS };
@@ -50,8 +54,8 @@ struct Shared {
     Key keys[2][WARP];
     Mass before;
     int bin;
-    float maxima[WARP];
-    float exponentials[WARP];
+    uint4 found;
+    Shares shares;
 };
 
 // How far a score is behind the largest, as the bits of a float of at least 0, which are in its order.
@@ -273,66 +277,38 @@ __device__ __forceinline__ Key draw(Shared& shared, const Scores<T>& scores, con
     return best;
 }
 
+// What a launch is given.
 template <typename T>
-__device__ __forceinline__ void sample(const T* logits, const int* counts, const float* settings,
-                                       const unsigned long long* seeds, const unsigned* bans, const int* bad_words,
-                                       int* history, int* cells, int* ids, float* logprobs, int* flags, int rows,
-                                       int vocab, long long stride, int words, int word_room, int capacity,
-                                       int cell_count, int adjust) {
-    extern __shared__ unsigned planes[];  // [2, words]
-    __shared__ Shared shared;
-    const long long r = blockIdx.x;
-    if (r >= rows) {
-        return;
-    }
-    const int thread = threadIdx.x;
-    const Row<T> row(logits + r * stride, vocab);
-    counts += r * COUNTS;
-    settings += r * SETTINGS;
-    const Asked asked{counts[LENGTH], counts[NGRAM], counts[MODE], settings[PENALTY]};
-    const int forced = counts[FORCED];
-    const bool scored = counts[MODE] & LOGPROB;
-    take(shared, 2 * thread);
-    take(shared, 2 * thread + 1);
+struct Given {
+    const T* logits;
+    const int* counts;
+    const float* settings;
+    const unsigned long long* seeds;
+    const unsigned* bans;
+    const int* bad_words;
+    int* history;
+    int* cells;
+    int* ids;
+    float* logprobs;
+    int* flags;
+    unsigned* parts;
+    unsigned* arrivals;
+    int rows;
+    int vocab;
+    long long stride;
+    int words;
+    int word_room;
+    int capacity;
+    int cell_count;
+    int adjust;
 
-    const Seen seen = scored ? see<T, true>(row) : see<T, false>(row);
-    const int tainted = __syncthreads_or(seen.taint != 0);
-    const float given = block_reduce<Max>(seen.best, shared.maxima);
-    float log_sum = 0.0f;  // of exp(x - given)
-    if (scored) {
-        log_sum = logf(block_reduce<Sum>(seen.sum * exp_of(seen.best - given), shared.exponentials));
-    }
-
-    const bool adjusted = adjust != 0 && forced < 0 && asked.adjusts();
-    const Bitmaps bitmaps{adjusted ? planes : nullptr, planes + words, asked.penalty};
-    if (adjusted) {
-        const SlotTables tables =
-            tables_of(counts[SLOT], counts[SLOT], bans, bad_words, history, words, word_room, capacity);
-        fill_bitmaps(bitmaps, asked, tables, vocab);
-    }
-    float largest = given;
-    Scores<T> scores{row, bitmaps, counts[MASK0], counts[MASK1], largest, settings[TEMPERATURE]};
-    const bool draws = forced < 0 && settings[TEMPERATURE] > 0.0f;
-    Key best = NO_KEY;
-    if (forced >= 0) {
-        best = key_of(0.0f, forced);
-    } else if (adjusted || counts[MASK0] >= 0 || counts[MASK1] >= 0) {
-        best = block_reduce<Max>(best_processed(scores), shared.keys[0]);
-        largest = best == NO_KEY ? -infinity() : value_of(best);
-    } else if (!draws) {  // few threads hold the largest value, and they alone look for its place
-        best = block_reduce<Max>(seen.best == largest ? best_of(row, seen) : NO_KEY, shared.keys[0]);
-    }
-    const bool nothing = forced < 0 && largest == -infinity();
-    if (draws && !nothing) {
-        scores.largest = fminf(largest, MOST);
-        best = block_reduce<Max>(draw(shared, scores, counts, settings, seeds[r]), shared.keys[1]);
-    }
-
-    if (thread == 0) {
-        const int id = nothing ? 0 : index_of(best);
+    // Stores what becomes of a row, by one thread. `counts` are the row's, `chosen` is the logit of the id.
+    __device__ __forceinline__ void store(long long r, const int* counts, int id, float chosen, const Found& found,
+                                          bool nothing) const {
         ids[r] = id;
-        flags[r] = (tainted != 0 ? NOT_FINITE : 0) | (nothing ? NOTHING_LEFT : 0);
-        logprobs[r] = scored ? fmaxf(to_float(row.from[id]), -infinity()) - given - log_sum : 0.0f;
+        flags[r] = (found.taint != 0 ? NOT_FINITE : 0) | (nothing ? NOTHING_LEFT : 0);
+        const bool scored = counts[MODE] & LOGPROB;
+        logprobs[r] = scored ? fmaxf(chosen, -infinity()) + 0.0f - found.largest() - logf(found.sum) : 0.0f;
         if (0 <= counts[CELL] && counts[CELL] < cell_count) {
             cells[counts[CELL]] = id;
         }
@@ -340,17 +316,98 @@ __device__ __forceinline__ void sample(const T* logits, const int* counts, const
             history[static_cast<long long>(counts[SLOT]) * capacity + counts[LENGTH]] = id;
         }
     }
+};
+
+template <typename T>
+__device__ __forceinline__ void sample(const Given<T>& given) {
+    extern __shared__ unsigned planes[];  // [2, words]
+    __shared__ Shared shared;
+    const long long r = blockIdx.x;
+    if (r >= given.rows) {
+        return;
+    }
+    const int thread = threadIdx.x;
+    const Row<T> row(given.logits + r * given.stride, given.vocab);
+    const int* counts = given.counts + r * COUNTS;
+    const float* settings = given.settings + r * SETTINGS;
+    const Asked asked{counts[LENGTH], counts[NGRAM], counts[MODE], settings[PENALTY]};
+    const int forced = counts[FORCED];
+    const bool scored = counts[MODE] & LOGPROB;
+    take(shared, 2 * thread);
+    take(shared, 2 * thread + 1);
+
+    const Part part{1, 0, r};
+    read_part(shared.shares, row, part, scored);
+    __syncthreads();
+    if (thread < WARP) {
+        Found all = found_in_part(shared.shares, part, scored);
+        last_of_row(all, given.parts, given.arrivals, part, scored);
+        shared.found = all.words();
+    }
+    __syncthreads();
+
+    const bool adjusted = given.adjust != 0 && forced < 0 && asked.adjusts();
+    const Bitmaps bitmaps{adjusted ? planes : nullptr, planes + given.words, asked.penalty};
+    if (adjusted) {
+        const SlotTables tables = tables_of(counts[SLOT], counts[SLOT], given.bans, given.bad_words, given.history,
+                                            given.words, given.word_room, given.capacity);
+        fill_bitmaps(bitmaps, asked, tables, given.vocab);
+    }
+    Scores<T> scores{row, bitmaps, counts[MASK0], counts[MASK1], 0.0f, settings[TEMPERATURE]};
+    Key best = found_of(shared.found).best;
+    if (forced >= 0) {
+        best = key_of(0.0f, forced);
+    } else if (adjusted || counts[MASK0] >= 0 || counts[MASK1] >= 0) {
+        best = block_reduce<Max>(best_processed(scores), shared.keys[0]);
+    }
+    if (forced < 0 && settings[TEMPERATURE] > 0.0f && best != NO_KEY) {
+        scores.largest = fminf(value_of(best), MOST);
+        best = block_reduce<Max>(draw(shared, scores, counts, settings, given.seeds[r]), shared.keys[1]);
+    }
+    if (thread == 0) {
+        const int id = best == NO_KEY ? 0 : index_of(best);
+        given.store(r, counts, id, to_float(row.from[id]), found_of(shared.found), best == NO_KEY);
+    }
 }
 
-#define ENTRY(T, suffix)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(1024) sample_##suffix(                                              \
+// Of rows whose ids are forced, or those of their largest logits.
+template <typename T>
+__device__ __forceinline__ void take_largest(const Given<T>& given) {
+    __shared__ Shares shared;
+    const Part part = part_of(given.rows);
+    const long long r = part.row;
+    if (r >= given.rows) {
+        return;
+    }
+    const Row<T> row(given.logits + r * given.stride, given.vocab);
+    const int* counts = given.counts + r * COUNTS;
+    const bool scored = counts[MODE] & LOGPROB;
+    read_part(shared, row, part, scored);
+    __syncthreads();
+    if (threadIdx.x < WARP) {
+        Found found = found_in_part(shared, part, scored);
+        if (last_of_row(found, given.parts, given.arrivals, part, scored) && threadIdx.x == 0) {
+            const int forced = counts[FORCED];
+            const bool nothing = forced < 0 && found.best == NO_KEY;
+            const int id = forced >= 0 ? forced : nothing ? 0 : index_of(found.best);
+            const float chosen = forced >= 0 && scored ? to_float(row.from[forced]) : found.largest();
+            given.store(r, counts, id, chosen, found, nothing);
+        }
+    }
+}
+
+#define ENTRY(T, suffix, body, threads, blocks)                                                                      \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) sample_##suffix(                                   \
         const T* logits, const int* counts, const float* settings, const unsigned long long* seeds,                  \
         const unsigned int* bans, const int* bad_words, int* history, int* cells, int* ids, float* logprobs,         \
-        int* flags, int rows, int vocab, long long stride, int slot_count, int words, int word_room, int capacity,   \
-        int cell_count, int adjust) {                                                                                \
-        sample<T>(logits, counts, settings, seeds, bans, bad_words, history, cells, ids, logprobs, flags, rows,      \
-                  vocab, stride, words, word_room, capacity, cell_count, adjust);                                    \
+        int* flags, unsigned int* parts, unsigned int* arrivals, int rows, int vocab, long long stride,              \
+        int slot_count, int words, int word_room, int capacity, int cell_count, int adjust, int greedy) {            \
+        body<T>({logits, counts, settings, seeds, bans, bad_words, history, cells, ids, logprobs, flags, parts,      \
+                 arrivals, rows, vocab, stride, words, word_room, capacity, cell_count, adjust});                    \
     }
-ENTRY(float, f32)
-ENTRY(f16, f16)
-ENTRY(bf16, bf16)
+ENTRY(float, f32, sample, 1024, 1)
+ENTRY(f16, f16, sample, 1024, 1)
+ENTRY(bf16, bf16, sample, 1024, 1)
+ENTRY(float, f32_greedy, take_largest, 256, 4)
+ENTRY(f16, f16_greedy, take_largest, 256, 4)
+ENTRY(bf16, bf16_greedy, take_largest, 256, 4)

@@ -82,7 +82,7 @@ class NllbCore(TranslationOnly):
                 turns.append(Turn(gpu))
                 undo.callback(turns[-1].free)
             decoding, prefilling, feeding = turns
-            self._logits = LogitsRows(gpu, shape, space["argmax"], prefilling)
+            self._logits = LogitsRows(gpu, shape, space, prefilling)
             undo.callback(self._logits.free)
             self._graphs: StepGraphs | None = None
             if self.step_graphs:

@@ -22,7 +22,7 @@ from metrale.nllb.logits import LogitsRows
 from metrale.nllb.passes import Copy, Passes
 from metrale.nllb.slot_rules import SlotRules
 from metrale.nllb.slots import ANYWHERE, NOTHING, Batch, SlotColumns, Step
-from metrale.nllb.workspace import Workspace, feed_state
+from metrale.nllb.workspace import Workspace, arrivals_bytes, feed_state
 from metrale.ops.processing import SUPPRESS
 from metrale.ops.sample import COUNT_COLUMNS, KEEP, LOGPROB, SETTING_COLUMNS, sample
 
@@ -39,8 +39,10 @@ _UNSET: Final = 1
 _REMEMBERS: Final = 2
 _CHANGES: Final = 4
 _ADJUSTS: Final = 8
+_DRAWS: Final = 16
 """Bits of what a slot asks for, so that a step whose slots do not ask for it passes it over: its settings are another
-sequence's; its ids depend on those before; what it does depends on how many there are; its scores are processed."""
+sequence's; its ids depend on those before; what it does depends on how many there are; its scores are processed; its
+ids are drawn."""
 
 
 class TokenFeed:
@@ -87,9 +89,11 @@ class TokenFeed:
         self._late = np.zeros((slots, len(_LATE)), dtype=np.int32)
         self._settings = np.zeros((slots, len(SETTING_COLUMNS)), dtype=np.float32)
         self._seeds = np.zeros(slots, dtype=np.uint64)
-        self._places = {name: space[name] for name in (*feed_state(shape), "feed.results")}
+        names = (*feed_state(shape), "feed.results", "feed.parts", "feed.arrivals")
+        self._places = {name: space[name] for name in names}
         for name, size in feed_state(shape).items():
             gpu.memset(space[name], 0, size)
+        gpu.memset(space["feed.arrivals"], 0, arrivals_bytes(shape))
         open_ranges(self, gpu.ranges)
 
     # cells
@@ -139,9 +143,9 @@ class TokenFeed:
         self._seeds[slot] = params.seed
         changes = last != _NEVER or (least and withheld)
         adjusts = mode & ~KEEP or params.needs_history
-        self._asks[slot] = (
-            (_REMEMBERS if params.needs_history else 0) | (_CHANGES if changes else 0) | (_ADJUSTS if adjusts else 0)
-        )
+        bits = (_REMEMBERS, _CHANGES, _ADJUSTS, _DRAWS)
+        asked = (params.needs_history, changes, adjusts, params.temperature > 0)
+        self._asks[slot] = sum(bit for bit, one in zip(bits, asked, strict=True) if one)
 
     def fed_history(self, step: Step) -> list[Copy]:
         """Return the copies that put a step's ids into the histories, but for ids that `sample` has put there."""
@@ -206,7 +210,8 @@ class TokenFeed:
         if logprobs:
             counts[:, _MODE] |= LOGPROB
         adjust = asks & _ADJUSTS != 0 or (asks & _CHANGES != 0 and bool((counts[:, _MODE] & SUPPRESS).any()))
-        self._choose(logits, counts, self._settings[slots], self._seeds[slots], dst, event, stream, adjust=adjust)
+        how = {"adjust": adjust, "greedy": not adjust and asks & _DRAWS == 0}
+        self._choose(logits, counts, self._settings[slots], self._seeds[slots], dst, event, stream, **how)
         self._columns.waiting[slots] = ANYWHERE
 
     @staticmethod
@@ -226,7 +231,7 @@ class TokenFeed:
         counts = np.zeros((len(ids), len(COUNT_COLUMNS)), dtype=np.int32)
         counts[:, _MODE], counts[:, _FORCED] = LOGPROB, ids
         counts[:, _CELL] = counts[:, _MASK] = counts[:, _MASK + 1] = -1
-        self._choose(logits, counts, *_plain(len(ids)), dst, event, stream)
+        self._choose(logits, counts, *_plain(len(ids)), dst, event, stream, greedy=True)
 
     @ranged("argmax")
     def argmax(self, logits: int, masks: Sequence[RowMask], dst: NDArray[Any], event: int, stream: StreamLike) -> None:
@@ -241,7 +246,8 @@ class TokenFeed:
                 raise InvalidInput(f"masks[{index}]", "a RowMask", mask)
             for place, token in enumerate(mask.banned):
                 counts[index, _MASK + place] = token_id(f"masks[{index}].banned", token, self._shape.vocab)
-        self._choose(logits, counts, *_plain(len(masks)), dst, event, stream)
+        greedy = not any(mask.banned for mask in masks)
+        self._choose(logits, counts, *_plain(len(masks)), dst, event, stream, greedy=greedy)
         self._greedy_rows = len(masks)
 
     def _choose(
@@ -254,6 +260,7 @@ class TokenFeed:
         event: int,
         stream: StreamLike,
         *,
+        greedy: bool,
         adjust: bool = False,
     ) -> None:
         shape, space, arena = self._shape, self._space, self._logits.arena
@@ -282,6 +289,8 @@ class TokenFeed:
                 results,
                 results.offset(4 * rows),
                 results.offset(8 * rows),
+                self._places["feed.parts"],
+                self._places["feed.arrivals"],
                 rows=rows,
                 vocab=shape.vocab,
                 stride=arena.row_elements,
@@ -291,6 +300,7 @@ class TokenFeed:
                 capacity=self._capacity,
                 cell_count=shape.feed_cells,
                 adjust=adjust,
+                greedy=greedy,
                 dtype=arena.dtype,
                 stream=stream,
             )

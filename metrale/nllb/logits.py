@@ -13,7 +13,6 @@ from gpu_runtime.arena import LogitsArena
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.device_buffer import DeviceBuffer
 from gpu_runtime.errors import InvalidPointer
-from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.ranges import open_ranges, ranged
 from gpu_runtime.streams import StreamLike
 from metrale import ops
@@ -21,6 +20,7 @@ from metrale.checks import integer
 from metrale.errors import InvalidInput, told
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.turns import Turn
+from metrale.nllb.workspace import Workspace, arrivals_bytes
 
 
 class LogitsRows:
@@ -30,15 +30,17 @@ class LogitsRows:
     ----------
     gpu : GpuBackend
     shape : ModelShape
-    scratch : DevicePtr
-        Device memory for an id and a flag of each row.
+    space : Workspace
     writer : Turn
         What counts as the writer of rows that nobody has written.
     """
 
-    def __init__(self, gpu: GpuBackend, shape: ModelShape, scratch: DevicePtr, writer: Turn) -> None:
+    def __init__(self, gpu: GpuBackend, shape: ModelShape, space: Workspace, writer: Turn) -> None:
         self._gpu = gpu
-        self._scratch = scratch
+        self._results, self._parts, self._arrivals = (
+            space[name] for name in ("argmax", "argmax.parts", "argmax.arrivals")
+        )
+        gpu.memset(self._arrivals, 0, arrivals_bytes(shape))
         rows, stride = shape.logits_rows, shape.logits_stride
         self.arena = LogitsArena(
             gpu.alloc(rows * stride * shape.itemsize, tag="logits"), rows, shape.vocab, shape.dtype
@@ -118,12 +120,14 @@ class LogitsRows:
     def argmax(self, ptr: int, count: int, stream: StreamLike) -> tuple[list[int], list[int]]:
         """Return the largest logit's id of ``count`` rows from ``ptr``, and the rows that are not finite."""
         self._await(ptr, count, stream)
-        flags = self._scratch.offset(count * dtypes.itemsize("i32"))
+        flags = self._results.offset(count * dtypes.itemsize("i32"))
         ops.argmax(
             self._gpu,
             ptr,
-            self._scratch,
+            self._results,
             flags,
+            self._parts,
+            self._arrivals,
             rows=count,
             vocab=self.arena.vocab,
             stride=self.arena.row_elements,
@@ -131,7 +135,7 @@ class LogitsRows:
             stream=stream,
         )
         result = np.empty((2, count), dtype=np.int32)
-        self._gpu.copy_d2h_on_stream(self._scratch, result, stream)
+        self._gpu.copy_d2h_on_stream(self._results, result, stream)
         return result[0].tolist(), np.flatnonzero(result[1]).tolist()
 
     def free(self) -> None:

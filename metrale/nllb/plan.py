@@ -180,15 +180,17 @@ def largest_launches(shape: ModelShape) -> Iterator[tuple[str, Op, dict[str, int
         "most": MAX_CANDIDATES,
         "pool_width": pool_width(limits.target_positions),
         "adjust": 1,
+        "greedy": 0,
     }
-    for op, rows in (
-        (ARGMAX, shape.logits_rows),
-        (SAMPLE, shape.logits_rows),
-        (BEAM_CANDIDATES, limits.max_batch),
-        (BEAM_SELECT, limits.max_batch),
+    for op, changed in (
+        (ARGMAX, {}),
+        (SAMPLE, {}),
+        (SAMPLE, {"adjust": 0, "greedy": 1}),
+        (BEAM_CANDIDATES, {"rows": limits.max_batch}),
+        (BEAM_SELECT, {"rows": limits.max_batch}),
     ):
         names = op.spec.dims([0] * len(op.spec.args))
-        yield "output", op, {name: rows if name == "rows" else sizes[name] for name in names}
+        yield "output", op, {name: {**sizes, **changed}[name] for name in names}
 
 
 def _adapter_launches(shape: ModelShape) -> Iterator[tuple[str, Op, dict[str, int]]]:

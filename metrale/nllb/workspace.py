@@ -20,6 +20,7 @@ from metrale.nllb.fed import COUNTS, SPANS
 from metrale.nllb.limits import WORD_ROOM, ModelShape
 from metrale.nllb.lora import low_rank_elements
 from metrale.nllb.staging import Ring
+from metrale.ops import row_parts
 from metrale.ops.beam_candidates import MAX_CANDIDATES, ROW_COLUMNS
 from metrale.ops.beam_layout import GROUP_COLUMNS, GROUP_SETTINGS, pool_width
 from metrale.ops.linear import scratch_bytes
@@ -170,6 +171,7 @@ def workspace_layout(shape: ModelShape) -> Layout:
             layout.add(f"{side}.low", size)
     layout.add("encoder.table", table_layout(ENCODER_COLUMNS, tokens + 1).nbytes)
     layout.add("argmax", 2 * shape.logits_rows * dtypes.itemsize("i32"))
+    _add_row_parts(shape, layout, "argmax")
     _add_feed(shape, layout)
     _add_beams(shape, layout)
     for name, size in gemm_bytes(shape).items():
@@ -181,6 +183,17 @@ def _activations(shape: ModelShape) -> Mapping[str, int]:
     """Return what each side of the decoder has for every row of its products, and the elements of a row."""
     d = shape.config.d_model
     return {"x": d, "h": d, "wide": max(3 * d, shape.config.decoder_ffn_dim), "hidden": d}
+
+
+def _add_row_parts(shape: ModelShape, layout: Layout, user: str) -> None:
+    """Add what the blocks of logits rows leave for each other, apart for each user, since two may run at once."""
+    layout.add(f"{user}.parts", shape.logits_rows * row_parts.PARTS_BYTES)
+    layout.add(f"{user}.arrivals", arrivals_bytes(shape))
+
+
+def arrivals_bytes(shape: ModelShape) -> int:
+    """Return the bytes of a user's arrivals, which must be zeros at first."""
+    return shape.logits_rows * row_parts.ARRIVALS_BYTES
 
 
 def low_rank_bytes(shape: ModelShape) -> Mapping[str, int]:
@@ -209,6 +222,7 @@ def _add_feed(shape: ModelShape, layout: Layout) -> None:
     for name, size in feed_state(shape).items():
         layout.add(name, size)
     layout.add("feed.results", 3 * shape.logits_rows * dtypes.itemsize("i32"))
+    _add_row_parts(shape, layout, "feed")
     layout.add("feed.table", table_layout(FEED_COLUMNS, shape.logits_rows).nbytes)
 
 

@@ -13,7 +13,7 @@ from gpu_runtime.backend import GpuBackend
 from gpu_runtime.limits import Limits
 from gpu_runtime.op import EXACT, REGISTRY, Dims, Inputs, LaunchPlan, Op, OpSpec, scalar, tensor
 from gpu_runtime.streams import StreamLike
-from metrale.ops import inputs
+from metrale.ops import inputs, row_parts
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -23,6 +23,7 @@ SPEC: Final = OpSpec(
         tensor("logits", "in", "T", "rows", "vocab", row_stride="stride"),
         tensor("ids", "out", "i32", "rows"),
         tensor("flags", "out", "i32", "rows"),
+        *row_parts.ARGS,
         scalar("rows", "i32"),
         scalar("vocab", "i32"),
         scalar("stride", "i64"),
@@ -32,18 +33,23 @@ SPEC: Final = OpSpec(
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
-    """One block a row, a thread for each 16 bytes, in whole warps, at most 1,024."""
-    warps = -(-dims["vocab"] * dtypes.itemsize(dtype) // (16 * limits.warp_size))
-    return LaunchPlan(
-        SPEC.entry(dtype), (dims["rows"], 1, 1), (limits.warp_size * min(warps, 32), 1, 1), programmatic=True
-    )
+    """As `row_parts.plan` has it."""
+    return row_parts.plan(SPEC.entry(dtype), dims, dtype, limits, programmatic=True)
 
 
-def reference(*, logits: Array, ids: Array, flags: Array, rows: int, vocab: int, stride: int) -> None:
+def reference(
+    *, logits: Array, ids: Array, flags: Array, parts: Array, arrivals: Array, rows: int, vocab: int, stride: int
+) -> None:
+    """`choose` for all rows. Raises as `row_parts.arrive` does."""
+    row_parts.arrive(SPEC.name, arrivals)
+    choose(logits, ids, flags)
+
+
+def choose(logits: Array, ids: Array, flags: Array) -> None:
     """Compare in float32; the lowest index wins a tie, and NaN counts as minus infinity."""
     values = logits.astype(np.float32, copy=False)
     ids[...] = values.argmax(axis=1)  # a NaN, if there is one
-    largest = values[np.arange(rows), ids]
+    largest = values[np.arange(len(ids)), ids]
     flags[...] = ~(np.isfinite(largest) & np.isfinite(values.min(axis=1)))
     for row in np.flatnonzero(np.isnan(largest)):
         ids[row] = np.where(np.isnan(values[row]), -np.inf, values[row]).argmax()
@@ -85,6 +91,7 @@ def make_inputs(
         "logits": logits,
         "ids": inputs.output((rows,), "i32"),
         "flags": inputs.output((rows,), "i32"),
+        **row_parts.make_inputs(rng, rows),
         "rows": rows,
         "vocab": vocab,
         "stride": vocab + pad,
@@ -94,11 +101,12 @@ def make_inputs(
 CASES: Final = (
     {"rows": 1, "vocab": 1},
     {"rows": 3, "vocab": 97, "pad": 31},
-    {"rows": 4, "vocab": 8240, "ties": (2746, 8239)},
+    {"rows": 2, "vocab": 4096},
+    {"rows": 4, "vocab": 8240, "ties": (2745, 2747, 8239)},
     {"rows": 8, "vocab": 303, "pad": 17, "special": ("nan", "inf", "-inf", "last nan", "all nan", "all -inf")},
     # rows at odd addresses, a tie in one thread's share of the CUDA kernel, and nothing above 0
     {"rows": 5, "vocab": 40003, "pad": 2, "mean": -30.0, "ties": (32773, 5)},
-    {"rows": 2, "vocab": 256206, "pad": 50, "ties": (250000, 131000)},
+    {"rows": 2, "vocab": 256206, "pad": 50, "ties": (250000, 150000, 150001)},
 )
 
 OP: Final = REGISTRY.register(
@@ -111,6 +119,8 @@ def argmax(
     logits: int,
     ids: int,
     flags: int,
+    parts: int,
+    arrivals: int,
     *,
     rows: int,
     vocab: int,
@@ -121,6 +131,8 @@ def argmax(
     """Enqueue ``ids[r] = argmax(logits[r])`` and ``flags[r] = 1`` when the row has a NaN or an infinity, else 0.
 
     ``logits`` is ``dtype``, ``[rows, vocab]`` with rows ``stride`` elements apart; ``ids`` and ``flags`` are int32
-    ``[rows]``.
+    ``[rows]``. ``parts`` (uint32, ``[rows, 32, 4]``, at a multiple of 16 bytes) is scratch, and ``arrivals`` (uint32,
+    ``[rows]``) are zeros at first, and then what earlier launches left there; no other launch may use either until
+    this one has ended.
     """
-    OP.launch(gpu, dtype, (logits, ids, flags, rows, vocab, stride), stream)
+    OP.launch(gpu, dtype, (logits, ids, flags, parts, arrivals, rows, vocab, stride), stream)

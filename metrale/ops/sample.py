@@ -18,6 +18,9 @@ All in float32, row by row, whatever the neighbours are. Let ``x`` be the row's 
 
 Where an id is ``forced``, it is chosen whatever the logits are, and none of this is done.
 
+With ``greedy``, a launch promises that every row's id is forced or that of its largest logit: no row has a temperature,
+a mask, or anything of `metrale.ops.processing`. Several blocks share a row then. The results are the same.
+
 The log-probability is that of the logits as they were given. ``exp`` and ``log`` may differ in the last bit from one
 device to another, so that a draw may differ where two ids are as close as that.
 """
@@ -33,9 +36,8 @@ from gpu_runtime.backend import GpuBackend
 from gpu_runtime.limits import Limits
 from gpu_runtime.op import REGISTRY, Dims, Inputs, LaunchPlan, Op, OpSpec, Tolerance, scalar, tensor
 from gpu_runtime.streams import StreamLike
-from metrale.ops import inputs
-from metrale.ops.argmax import reference as argmax_reference
-from metrale.ops.argmax import spoil
+from metrale.ops import inputs, row_parts
+from metrale.ops.argmax import choose, spoil
 from metrale.ops.drawing import kept, noise, scaled
 from metrale.ops.processing import BANNED, SUPPRESS, WORDS, Processors, adjusts, bitmap_bytes
 
@@ -83,6 +85,7 @@ SPEC: Final = OpSpec(
         tensor("ids", "out", "i32", "rows"),
         tensor("logprobs", "out", "f32", "rows"),
         tensor("flags", "out", "i32", "rows"),
+        *row_parts.ARGS,
         scalar("rows", "i32"),
         scalar("vocab", "i32"),
         scalar("stride", "i64"),
@@ -92,24 +95,32 @@ SPEC: Final = OpSpec(
         scalar("capacity", "i32"),
         scalar("cell_count", "i32"),
         scalar("adjust", "i32"),
+        scalar("greedy", "i32"),
     ),
     # Integers are exact, and at 1e-6 of 256,205 one id is not taken for the next. The sum of a log-probability is one
     # of float32 for every element type, as `top_k` has it.
     tolerance=Tolerance(f32=1e-6, f16=1e-6, bf16=1e-6),
+    variants=("greedy",),
 )
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
-    """One block of 1,024 threads a row; with ``adjust``, shared memory for two bitmaps of the vocabulary.
+    """One block of 1,024 threads a row; with ``adjust``, shared memory for two bitmaps of the vocabulary. With
+    ``greedy``, as `row_parts.plan` has it.
 
     Raises
     ------
     ValueError
-        When ``words`` is not what the vocabulary takes, or it has too many ids, for the bitmaps or altogether.
+        When ``words`` is not what the vocabulary takes, or it has too many ids, for the bitmaps or altogether; or with
+        both ``adjust`` and ``greedy``.
     """
     if dims["vocab"] > MOST_VOCAB:
         raise ValueError(f"sample: vocab: expected at most {MOST_VOCAB} ids, got {dims['vocab']}")
     shared = bitmap_bytes(SPEC.name, dims, limits, STATIC_SHARED)
+    if dims["greedy"]:
+        if dims["adjust"]:
+            raise ValueError("sample: adjust: expected 0 with greedy, got 1")
+        return row_parts.plan(SPEC.entry(dtype, "greedy"), dims, dtype, limits)
     return LaunchPlan(SPEC.entry(dtype), (dims["rows"], 1, 1), (THREADS, 1, 1), shared)
 
 
@@ -126,6 +137,8 @@ def reference(
     ids: Array,
     logprobs: Array,
     flags: Array,
+    parts: Array,
+    arrivals: Array,
     rows: int,
     vocab: int,
     stride: int,
@@ -135,11 +148,12 @@ def reference(
     capacity: int,
     cell_count: int,
     adjust: int,
+    greedy: int,
 ) -> None:
     """All rows as `argmax` does; then one by one those that ask for more.
 
     A slot, a cell, a length, a table or an id that is out of range is an error; on a GPU it might be an access out of
-    bounds.
+    bounds. So is a row that asks for more with ``greedy``, where a GPU would pass over that.
     """
     column = dict(zip(COUNT_COLUMNS, counts.T, strict=True))
     slot, length, mode, cell, forced = (column[name] for name in ("slot", "length", "mode", "cell", "forced"))
@@ -149,9 +163,14 @@ def reference(
     for name, after in (("mask0", vocab), ("mask1", vocab), ("cell", cell_count), ("forced", vocab)):
         processors.in_range(name, column[name], -1, after)
 
-    argmax_reference(logits=logits, ids=ids, flags=flags, rows=rows, vocab=vocab, stride=stride)
-    asks = adjusts(column["ngram"], mode, settings[:, _PENALTY]) | (settings[:, 0] > 0) | (flags != 0)
-    for row in ((asks | (column["mask0"] >= 0) | (column["mask1"] >= 0)) & (forced < 0)).nonzero()[0]:
+    asks = adjusts(column["ngram"], mode, settings[:, _PENALTY]) | (settings[:, 0] > 0)
+    asks, free = asks | (column["mask0"] >= 0) | (column["mask1"] >= 0), forced < 0
+    if greedy and (asks & free).any():
+        row = (asks & free).argmax()
+        raise ValueError(f"sample: greedy: expected 0, as row {row} asks for more than its largest logit")
+    row_parts.arrive(SPEC.name, arrivals)
+    choose(logits, ids, flags)
+    for row in ((asks | (flags != 0)) & free).nonzero()[0]:
         scores = _processed(logits[row], counts[row], settings[row, _PENALTY], processors)
         ids[row] = _choose(scores, counts[row], settings[row], seeds[row])
         if scores.max() == -np.inf:
@@ -257,6 +276,7 @@ def make_inputs(
     levels: int = 0,
     special: tuple[str, ...] = (),
     adjust: int = 1,
+    greedy: int = 0,
 ) -> Inputs:
     """``kinds`` are names of `ROWS`, a row each; ``levels`` leaves so many different logits, so that most are tied;
     ``special`` is as `spoil` takes it. Bans, n-grams, and what a row may not look at, concern its largest logits.
@@ -301,6 +321,7 @@ def make_inputs(
         "ids": inputs.output((rows,), "i32"),
         "logprobs": inputs.output((rows,), "f32"),
         "flags": inputs.output((rows,), "i32"),
+        **row_parts.make_inputs(rng, rows),
         "rows": rows,
         "vocab": vocab,
         "stride": vocab + pad,
@@ -310,6 +331,7 @@ def make_inputs(
         "capacity": length,
         "cell_count": rows + 2,
         "adjust": adjust,
+        "greedy": greedy,
     }
 
 
@@ -348,7 +370,12 @@ CASES: Final = (
     {"vocab": 8240, "kinds": ("greedy", "score", "masked", "warm", "top-k", "top-p"), "adjust": 0, "special": ("inf",)},
     {"vocab": 8240, "kinds": tuple(ROWS), "length": 300, "special": ("-inf",)},
     {"vocab": 8240, "kinds": tuple(ROWS), "levels": 4, "special": ("nan",)},  # ties at every bound
+    {"vocab": 303, "pad": 17, "kinds": ("score", "forced") * 4, "special": inputs.SPECIALS, "adjust": 0, "greedy": 1},
+    {"vocab": 33, "kinds": ("greedy", "forced", "score"), "special": ("nan",), "levels": 3, "adjust": 0, "greedy": 1},
+    {"vocab": 8240, "kinds": ("forced", "score", "greedy"), "special": ("inf",), "adjust": 0, "greedy": 1},
+    {"vocab": 140007, "pad": 1, "kinds": ("score", "greedy"), "special": ("-inf",), "adjust": 0, "greedy": 1},
     # rows at odd addresses
+    {"vocab": 20011, "pad": 2, "kinds": ("score", "forced"), "special": ("-inf",), "adjust": 0, "greedy": 1},
     {"vocab": 20011, "pad": 2, "kinds": ("masked", "hot", "top-k most", "penalty", "score"), "special": ("-inf",)},
     # sums of many weights, each less than 2**32
     {"vocab": 256206, "pad": 50, "kinds": ("score", "everything", "hot", *["top-p half"] * 3), "special": ("-inf",)},
@@ -372,6 +399,8 @@ def sample(
     ids: int,
     logprobs: int,
     flags: int,
+    parts: int,
+    arrivals: int,
     *,
     rows: int,
     vocab: int,
@@ -382,6 +411,7 @@ def sample(
     capacity: int,
     cell_count: int,
     adjust: int,
+    greedy: int,
     dtype: str,
     stream: StreamLike = 0,
 ) -> None:
@@ -398,14 +428,18 @@ def sample(
     ``logprobs`` (float32) and ``flags`` (int32, of `NOT_FINITE` and `NOTHING_LEFT`) are ``[rows]``. A log-probability
     is not finite where a row's largest logit is not.
 
+    ``parts`` and ``arrivals`` are as for `argmax`.
+
     ``adjust`` may be 0 when no row has a penalty, n-grams, bans or bad words: the launch then needs no shared memory
-    for them.
+    for them. ``greedy`` may be 1 when, besides, no row has a temperature or a mask: it is faster then.
 
     Raises
     ------
     ValueError
-        When ``words`` is not ``vocab / 32``, rounded up, or the vocabulary is too large.
+        When ``words`` is not ``vocab / 32``, rounded up, the vocabulary is too large, or both ``adjust`` and ``greedy``
+        are given.
     """
-    pointers = (logits, counts, settings, seeds, bans, bad_words, history, cells, ids, logprobs, flags)
-    sizes = (rows, vocab, stride, slot_count, words, word_room, capacity, cell_count, int(adjust))
+    outputs = (history, cells, ids, logprobs, flags, parts, arrivals)
+    pointers = (logits, counts, settings, seeds, bans, bad_words, *outputs)
+    sizes = (rows, vocab, stride, slot_count, words, word_room, capacity, cell_count, int(adjust), int(greedy))
     OP.launch(gpu, dtype, (*pointers, *sizes), stream)

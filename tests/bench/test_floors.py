@@ -161,11 +161,11 @@ LORA: dict[str, Any] = {"rows": 4, "segments": 2, "room": 16, "adapter_count": 3
             Cost(0, 3 * 4 + 4 * 2 * 5 * 32, 0, 4 * (4 + 9) * 32),
         ),
         (call("kv_scatter", rows=3, width=16), Cost(0, 3 * 8 + 3 * 4 + 3 * 16 * 2, 3 * 16 * 2)),
-        (call("argmax", rows=3, vocab=100), Cost(0, 3 * 100 * 2 + 2 * 3 * 4)),
+        (call("argmax", rows=3, vocab=100), Cost(0, 3 * 100 * 2 + 2 * 3 * 4 + 2 * 3 * 4)),  # arrivals are counted up
         (
-            # logits; counts, settings and seeds; ids, log-probabilities, flags and cells; no bans and no words
+            # logits; counts, settings and seeds; ids, log-probabilities, flags and cells; arrivals; no bans, no words
             call("sample", rows=3, vocab=100, slot_count=64, words=4, word_room=99, capacity=50, cell_count=99),
-            Cost(0, 3 * 100 * 2 + 3 * (9 + 4 + 2) * 4 + 4 * 3 * 4),
+            Cost(0, 3 * 100 * 2 + 3 * (9 + 4 + 2) * 4 + 4 * 3 * 4 + 2 * 3 * 4),
         ),
     ],
     ids=lambda value: value.label if isinstance(value, Call) else "",
@@ -182,8 +182,8 @@ def test_cost_of_a_launch(one: Call, expected: Cost) -> None:
         (call("layer_norm", rows=3, width=16), 2 * 3 * 16),
         (call("decode_attention", APART, **ATTENTION), 2 * 2 * 32),
         (call("kv_scatter", rows=3, width=16), 3 * 16 * 2),
-        (call("argmax", rows=3, vocab=100), 2 * 3 * 4),
-        (call("sample", rows=3, vocab=100, slot_count=64, words=4, capacity=50, cell_count=99), (3 + 1) * 3 * 4),
+        (call("argmax", rows=3, vocab=100), 3 * 3 * 4),
+        (call("sample", rows=3, vocab=100, slot_count=64, words=4, capacity=50, cell_count=99), (4 + 1) * 3 * 4),
         # results; three tables of each beam, its score and cell; a state of each search
         (call("beam_select", SEARCHES, **SELECT), 4 * (2 + 3 * (4 * 11 + 2 * 2) + 2 * 6 + 2)),
         (call("lora_down", ADAPTED, **LORA, k=10), 4 * 4 * 32),

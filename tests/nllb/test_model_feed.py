@@ -142,6 +142,18 @@ def test_a_fed_step_writes_its_own_rows_only(tiny: NllbModel) -> None:
     assert changed_rows(before, arena(tiny)) == [0, 1]
 
 
+def test_rows_are_shared_by_blocks_unless_one_asks_for_more_than_its_largest_logit(tiny: NllbModel) -> None:
+    base = tiny.decode_batch([9, 10, 11, 12], [prefilled(tiny, case) for case in CASES])
+    for masks, kernel in (
+        ([ANY] * 4, "sample_f32_greedy"),
+        ([ANY, ANY, RowMask((5,))], "sample_f32"),
+        ([RowMask((5,)), ANY], "sample_f32"),
+    ):
+        with tiny.gpu.launch_trace() as records:
+            to_feed(tiny, base, masks)
+        assert [record.name for record in records if record.kind == "kernel"] == [kernel]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_greedy_ids_are_those_of_argmax_but_for_what_is_masked(make_tiny: MakeModel, dtype: str) -> None:
     """None, one or two ids of each row: the largest and the next, so that it is the third's turn."""

@@ -16,7 +16,9 @@ from tests.backends import damaged
 Array = np.ndarray[Any, np.dtype[Any]]
 Values = Mapping[str, Any]
 
-HELPERS = frozenset({"adapter_rows", "beam_layout", "beam_states", "dense", "drawing", "inputs", "processing"})
+HELPERS = frozenset(
+    {"adapter_rows", "beam_layout", "beam_states", "dense", "drawing", "inputs", "processing", "row_parts"}
+)
 """Modules of `metrale.ops` that are no op, but parts of some."""
 
 

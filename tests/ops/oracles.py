@@ -124,7 +124,7 @@ def argmax(v: Values) -> dict[str, Array]:
                 best = index
         ids.append(best)
         flags.append(int(not all(map(math.isfinite, row))))
-    return {"ids": np.array(ids), "flags": np.array(flags)}
+    return {"ids": np.array(ids), "flags": np.array(flags), "arrivals": v["arrivals"] + 32.0}
 
 
 def row_gather(v: Values) -> dict[str, Array]:
@@ -241,7 +241,7 @@ def _chosen(v: Values, row: int, x: Array) -> int:
 
 
 def sample(v: Values) -> dict[str, Array]:
-    result = {"history": v["history"].copy(), "cells": v["cells"].copy()}
+    result = {"history": v["history"].copy(), "cells": v["cells"].copy(), "arrivals": v["arrivals"] + 32.0}
     ids, logprobs, flags = [], [], []
     for row, (slot, length, _, _, mode, _, _, cell, forced) in enumerate(v["counts"].tolist()):
         given = _f64(v["logits"][row, : v["vocab"]])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from metrale.ops.row_parts import PARTS
 from metrale.ops.sample import COUNT_COLUMNS, SETTING_COLUMNS
 
 _OFF = {"top_p": 1.0, "penalty": 1.0, "mask0": -1, "mask1": -1, "cell": -1, "forced": -1}
@@ -18,12 +19,14 @@ def inputs_of(
 ) -> dict[str, Any]:
     """Return the op's parameters for contiguous float32 rows with a slot each.
 
-    ``columns`` are those of ``counts`` and ``settings``, one value or one for each row; ``adjust`` may be among them.
-    History, bans and bad words are 0, cells -77. Without ``capacity`` there is room for one more id than there are.
+    ``columns`` are those of ``counts`` and ``settings``, one value or one for each row; ``adjust`` and ``greedy`` may
+    be among them. History, bans and bad words are 0, cells -77. Without ``capacity`` there is room for one more id than
+    there are.
     """
     logits = np.asarray(logits, np.float32)
     rows, vocab = logits.shape
-    words, adjust = -(-vocab // 32), columns.pop("adjust", 1)
+    words, greedy = -(-vocab // 32), columns.pop("greedy", 0)
+    adjust = columns.pop("adjust", 1 - greedy)
     given = {"slot": np.arange(rows), **_OFF, **columns}
     counts = np.stack([np.broadcast_to(given.pop(name, 0), rows) for name in COUNT_COLUMNS], axis=1)
     settings = np.stack([np.broadcast_to(given.pop(name, 0), rows) for name in SETTING_COLUMNS], axis=1)
@@ -41,6 +44,8 @@ def inputs_of(
         "ids": np.full(rows, -77, np.int32),
         "logprobs": np.full(rows, -77, np.float32),
         "flags": np.full(rows, -77, np.int32),
+        "parts": np.zeros((rows, PARTS, 4), np.uint32),
+        "arrivals": np.zeros(rows, np.uint32),
         "rows": rows,
         "vocab": vocab,
         "stride": vocab,
@@ -50,11 +55,12 @@ def inputs_of(
         "capacity": capacity,
         "cell_count": cell_count,
         "adjust": adjust,
+        "greedy": greedy,
     }
 
 
 def row_of(values: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     """Return the op's parameters for some of the rows, in another order; slots and cells stay as they are."""
     wanted = list(rows)
-    of_rows = ("logits", "counts", "settings", "seeds", "ids", "logprobs", "flags")
+    of_rows = ("logits", "counts", "settings", "seeds", "ids", "logprobs", "flags", "parts", "arrivals")
     return {**values, **{name: values[name][wanted] for name in of_rows}, "rows": len(wanted)}

@@ -35,6 +35,12 @@ CASES: dict[str, tuple[Mapping[str, Any], ...]] = {
     "sample": (
         {"vocab": 8240, "pad": 16, "kinds": tuple(islice(cycle(SAMPLE_ROWS), ROWS)), "length": 100},
         {"vocab": 97, "kinds": tuple(islice(cycle(SAMPLE_ROWS), ROWS))},
+        {  # rows of several blocks, the fewer rows the more
+            "vocab": 40003,
+            "kinds": tuple(islice(cycle(("score", "greedy", "forced")), ROWS)),
+            "adjust": 0,
+            "greedy": 1,
+        },
     ),
     "beam_candidates": (
         {"vocab": 8240, "pad": 16, "kinds": tuple(islice(cycle(BEAM_ROWS), ROWS)), "most": 70, "length": 100},

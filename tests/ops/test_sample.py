@@ -53,13 +53,13 @@ def test_the_kernel_has_no_more_shared_memory_than_the_plan_allows_for() -> None
     assert OP.source is not None
     ptx = nvrtc.compile_source(inlined(OP.source, OP.include), "sample.cu", "compute_80", cache=None).decode()
     declared = re.findall(r"^\s*\.shared .*\[(\d+)\];", ptx, re.MULTILINE)
-    assert len(declared) == len(OP.spec.dtypes), "one structure for each entry point"
+    assert len(declared) == len(OP.spec.entries()), "one structure for each entry point"
     assert 0 < max(map(int, declared)) <= STATIC_SHARED
 
 
 @pytest.mark.parametrize("vocab", [97, 8240, 256_206])
 def test_shared_memory_is_asked_for_only_to_adjust(vocab: int) -> None:
-    dims = {"rows": 3, "vocab": vocab, "words": -(-vocab // 32), "adjust": 0}
+    dims = {"rows": 3, "vocab": vocab, "words": -(-vocab // 32), "adjust": 0, "greedy": 0}
     assert OP.plan is not None
     assert OP.plan(dims, "f16", MINIMUM).shared_bytes == 0
     plan = OP.plan({**dims, "adjust": 1}, "f16", MINIMUM)
@@ -75,13 +75,14 @@ def test_shared_memory_is_asked_for_only_to_adjust(vocab: int) -> None:
             r"vocab: expected at most \d+ ids to adjust on this device, got 4000000",
         ),
         ({"vocab": MOST_VOCAB + 1, "words": 1, "adjust": 0}, f"vocab: expected at most {MOST_VOCAB} ids"),
+        ({"greedy": 1}, "adjust: expected 0 with greedy, got 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(gpu: GpuBackend, changed: Mapping[str, int], message: str) -> None:
     sizes: dict[str, Any] = {"rows": 1, "vocab": 97, "stride": 97, "slot_count": 1, "words": 4, "capacity": 1}
-    sizes |= {"word_room": 2, "cell_count": 1, "adjust": 1, **changed}
+    sizes |= {"word_room": 2, "cell_count": 1, "adjust": 1, "greedy": 0, **changed}
     with pytest.raises(ValueError, match=f"sample: {message}"):
-        launcher(gpu, *[64] * 11, dtype="f32", **sizes)
+        launcher(gpu, *[64] * 13, dtype="f32", **sizes)
 
 
 @pytest.mark.parametrize("setting", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "top_k": 1}])
@@ -288,3 +289,24 @@ def test_an_id_of_the_history_that_is_out_of_range_is_refused(gpu: GpuBackend, w
 def test_a_launch_that_does_not_adjust_refuses_a_row_that_must_be(gpu: GpuBackend, asked: Mapping[str, Any]) -> None:
     with pytest.raises(ValueError, match="sample: adjust: expected 1, as row 0 has"):
         run(OP, gpu, "f32", inputs_of(np.zeros((1, 40)), adjust=0, **asked))
+
+
+@host_only
+@pytest.mark.parametrize("asked", [{"temperature": [0, 0.5]}, {"mask0": [-1, 0]}, {"mask1": [-1, 3]}])
+def test_a_greedy_launch_refuses_a_row_that_asks_for_more(gpu: GpuBackend, asked: Mapping[str, Any]) -> None:
+    logits = np.eye(4)[[2, 1]]
+    with pytest.raises(ValueError, match="sample: greedy: expected 0, as row 1 asks for more than its largest logit"):
+        run(OP, gpu, "f32", inputs_of(logits, greedy=1, **asked))
+    forced = run(OP, gpu, "f32", inputs_of(logits, greedy=1, forced=[-1, 3], **asked))
+    assert forced["ids"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("dtype", OP.spec.dtypes)
+@pytest.mark.parametrize(("vocab", "pad"), [(8240, 0), (50003, 2)])
+def test_a_greedy_launch_finds_the_same_bits(gpu: GpuBackend, dtype: str, vocab: int, pad: int) -> None:
+    kinds = ("score", "greedy", "forced", "score", "forced", "score")
+    special = ("nan", "-inf", "last inf")
+    options: dict[str, Any] = {"vocab": vocab, "pad": pad, "kinds": kinds, "special": special, "adjust": 0}
+    values: dict[str, Any] = dict(OP.make_inputs(np.random.default_rng(0), dtype, **options))
+    one_block, several = run(OP, gpu, dtype, values), run(OP, gpu, dtype, values | {"greedy": 1})
+    assert all(one_block[name].tobytes() == several[name].tobytes() for name in one_block if name != "parts")
