@@ -98,7 +98,7 @@ def still_serving(engine: Engine, later: list[Solo]) -> Iterator[None]:
 # a device that fails
 
 
-@pytest.mark.parametrize("what", [None, SOURCES, "sample_f32"])
+@pytest.mark.parametrize("what", [None, SOURCES, "sample_f32_greedy"])
 def test_a_step_that_fails_is_made_again_in_parts(make_tiny: MakeModel, solo: RunSolo, what: str | None) -> None:
     """Two lanes decode and two are prefilled beside them; a launch of either part fails, or that of the choice.
 
