@@ -172,13 +172,13 @@ class CudaBackend(MemoryCalls):
         kernel = handle if isinstance(handle, CudaKernel) and handle.owner is self._kernels else self._known(handle)
         attributes = Attributes(bool(programmatic) and self._waits, bool(cooperative), cluster)
         packed = pack(self._context, self._limits, kernel, grid, block, shared, args, self._unwatched, attributes)
+        if cooperative:
+            check_resident(self._context, self._limits, kernel, packed)
         kernel.keep(packed, shared, args)
         self._ask_faults("launch", kernel.name)
         if self._traces.active:
             blocks, threads = packed.geometry[:3], packed.geometry[3:6]
             self._traces.add(LaunchRecord("kernel", kernel.name, blocks, threads, stream=on, shared_bytes=shared))
-        if cooperative:
-            check_resident(self._context, self._limits, kernel, packed)
         try:
             self._context.call(packed.enqueue, on, packed.params, 0)
         except DeviceError as error:
