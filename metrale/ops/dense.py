@@ -34,6 +34,20 @@ WEIGHTS: Final = (
 )
 """The same with what x is normalised with before."""
 
+X: Final = tensor("x", "in", "T", "rows", "k", row_stride="x_stride")
+
+RESULT: Final = (
+    tensor("out", "inout", "T", "rows", "kv_from", row_stride="out_stride", reads_when="residual"),
+    tensor("spans", "in", "u64", "rows", optional=True),
+    tensor("positions", "in", "i32", "rows", optional=True),
+    scalar("rows", "i32"),
+    scalar("n", "i32"),
+    scalar("k", "i32"),
+    scalar("x_stride", "i64"),
+    scalar("out_stride", "i64"),
+)
+"""Where the result of some rows goes, and the sizes. x and this are arguments of the ops of more than one row."""
+
 PLACES: Final = (
     scalar("activation", "i32"),
     scalar("residual", "i32"),

@@ -16,7 +16,7 @@ import numpy as np
 
 from gpu_runtime.backend import NULL, GpuBackend
 from gpu_runtime.limits import Limits
-from gpu_runtime.op import REGISTRY, DeviceMemory, Dims, LaunchPlan, Op, OpSpec, scalar, tensor
+from gpu_runtime.op import REGISTRY, DeviceMemory, Dims, LaunchPlan, Op, OpSpec
 from gpu_runtime.streams import StreamLike
 from metrale.ops import dense
 from metrale.ops.linear import ACTIVATION_NAMES
@@ -63,16 +63,9 @@ _MOST_STAGED: Final = 8192  # columns whose gamma and beta the kernel keeps in s
 SPEC: Final = OpSpec(
     name="thin_linear",
     args=(
-        tensor("x", "in", "T", "rows", "k", row_stride="x_stride"),
+        dense.X,
         *dense.WEIGHTS,
-        tensor("out", "inout", "T", "rows", "kv_from", row_stride="out_stride", reads_when="residual"),
-        tensor("spans", "in", "u64", "rows", optional=True),
-        tensor("positions", "in", "i32", "rows", optional=True),
-        scalar("rows", "i32"),
-        scalar("n", "i32"),
-        scalar("k", "i32"),
-        scalar("x_stride", "i64"),
-        scalar("out_stride", "i64"),
+        *dense.RESULT,
         *dense.OPTIONS,
     ),
     tolerance=dense.TOLERANCE,

@@ -84,6 +84,11 @@ DENSE_MUTANTS: list[Mutant] = [
         ("**values}, x, out)", "**values, 'bias': None}, x, out)"),
         ("**values}, x, out)", "**values, 'activation': 0}, x, out)"),
         ("**values}, x, out)", "**values, 'residual': 0}, x, out)"),
+    ),
+    *rules(
+        "thin_linear",
+        "metrale.ops.dense",
+        ("tests/ops/test_thin_linear.py",),
         ('"kv_from", row_stride', '"n", row_stride'),
     ),
     *rules(
