@@ -23,7 +23,7 @@ def test_all_cases_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert report["problems"] == []
     for case in report["cases"]:
         assert len(case["load_bytes_per_s"]) == len(case["copy_bytes_per_s"]) == len(case["send_bytes_per_s"]) == 2
-        assert case["share"] > case["share_with_setup"] > 0
+        assert case["share"] >= case["share_with_setup"] > 0  # both rounded
 
 
 @pytest.mark.parametrize(
