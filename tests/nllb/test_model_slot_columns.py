@@ -6,11 +6,13 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
+from gpu_runtime.errors import OutOfMemory
 from gpu_runtime.pointer import DevicePtr
 from metrale.errors import InvalidInput
 from metrale.model import BEAM_DONE_FLAG, GREEDY, BeamParams, FeedSource, PrefillSlice, SamplingParams, SequenceState
@@ -80,6 +82,10 @@ class Life:
         return base.offset((SLOTS + seq.slot_idx) * self.model.logits_row_bytes())
 
     def begin(self) -> None:
+        with suppress(OutOfMemory):  # what is free may lie in pieces, between searches of several widths
+            self._begin()
+
+    def _begin(self) -> None:
         if self._room():
             self.seqs.append(prefilled(self.model, CASE))
             if self.random.random() < 0.5:
@@ -87,6 +93,10 @@ class Life:
             sampled(self.model, self.row(self.seqs[-1]), self.seqs[-1:])
 
     def begin_beams(self) -> None:
+        with suppress(OutOfMemory):
+            self._begin_beams()
+
+    def _begin_beams(self) -> None:
         width = self.random.randint(2, 3)
         if self._room() >= width:
             seq, row = search(self.model, BeamParams(width), ENDS)
