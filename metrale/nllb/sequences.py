@@ -73,16 +73,18 @@ class SequenceTable:
         return self.live(seq) is not None
 
     def batch(self, seqs: Sequence[SequenceState]) -> Batch | None:
-        """Return live sequences as a batch; None when one is not live, or there twice, or its length is no number."""
+        """Return live sequences as a batch; None when one is not live or there twice, or its length is no plain int."""
         live, count = self._live, len(seqs)
         try:
             slots = [seq.slot_idx for seq in seqs]
             if len({*slots}) < count or not all(map(is_, [live[slot][0] for slot in slots], seqs)):
                 return None
-            lengths = np.fromiter([seq.seq_len for seq in seqs], np.int64, count)
+            lengths = [seq.seq_len for seq in seqs]
+            if {*map(type, lengths)} != {int}:  # NumPy would make integers of "2" and 2.5
+                return None
+            return Batch(np.fromiter(slots, np.int64, count), np.fromiter(lengths, np.int64, count))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return None
-        return Batch(np.fromiter(slots, np.int64, count), lengths)
 
     def live(self, seq: SequenceState) -> Span | None:
         """Return the span of a live sequence, and None for what `span` refuses."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import index
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -54,10 +55,10 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, seqs: Sequence[SequenceState]) -> Batch:
-        """Return the batch of sequences that have been checked."""
+        """Return the batch of sequences that have been checked. TypeError when the length of one is no integer."""
         count = len(seqs)
         slots = np.fromiter([seq.slot_idx for seq in seqs], np.int64, count)
-        return cls(slots, np.fromiter([seq.seq_len for seq in seqs], np.int64, count))
+        return cls(slots, np.fromiter([index(seq.seq_len) for seq in seqs], np.int64, count))
 
 
 class Step(NamedTuple):

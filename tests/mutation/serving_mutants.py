@@ -112,6 +112,7 @@ SERVING_MUTANTS: list[Mutant] = [
             "counts[CELLS], counts[POSITIONS] = ids, cells, positions",
             "counts[CELLS], counts[POSITIONS] = ids, cells, 0",
         ),
+        ("[index(seq.seq_len) for seq in seqs]", "[seq.seq_len for seq in seqs]"),
         ("found: NDArray[np.bool_] = waiting == ANYWHERE", "found: NDArray[np.bool_] = waiting >= NOTHING"),
         (
             "self.room[slot], self.fresh[slot], self.waiting[slot] = 0, False, NOTHING",
@@ -193,6 +194,7 @@ SERVING_MUTANTS: list[Mutant] = [
         (*_FEED, *_COLUMNS),
         ("if len({*slots}) < count or not", "if not"),
         ("or not all(map(is_, [live[slot][0] for slot in slots], seqs)):", "or False:"),
+        ("if {*map(type, lengths)} != {int}:", "if False:"),
         ("        self._columns.held(span)\n", ""),
     ),
     *rules(

@@ -305,6 +305,14 @@ def past_all_numbers(model: NllbModel, seq: SequenceState) -> None:
     seq.seq_len = 1 << 70
 
 
+def no_number(model: NllbModel, seq: SequenceState) -> None:
+    seq.seq_len = str(seq.seq_len)  # type: ignore[assignment]
+
+
+def no_integer(model: NllbModel, seq: SequenceState) -> None:
+    seq.seq_len += 0.5  # type: ignore[assignment]
+
+
 def another_adapter(model: NllbModel, seq: SequenceState) -> None:
     seq.adapter_slot = 0
 
@@ -318,7 +326,8 @@ def nothing_chosen(model: NllbModel, seq: SequenceState) -> None:
 
 
 Fault = Callable[[NllbModel, SequenceState], None]
-FAULTS: list[Fault] = [wrong_slot, not_live, empty, full, past_its_end, past_all_numbers, another_adapter, no_adapter]
+LENGTHS: list[Fault] = [empty, full, past_its_end, past_all_numbers, no_number, no_integer]
+FAULTS: list[Fault] = [wrong_slot, not_live, *LENGTHS, another_adapter, no_adapter]
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, nothing_chosen])
@@ -340,6 +349,29 @@ def test_one_of_a_batch_is_refused_as_it_is_alone(tiny: NllbModel, fault: Fault,
     assert str(together.value) == str(alone.value).replace("sources[0]", f"sources[{place}]")
     assert [state(seq) for seq in seqs] == before
     assert (tiny._columns._counts == columns).all()
+
+
+@pytest.mark.parametrize("fault", [no_number, no_integer])
+def test_a_length_that_is_no_integer_is_not_made_one(tiny: NllbModel, fault: Fault) -> None:
+    """Whatever a sequence is named for, and whether by itself or by half a number; nothing is enqueued or noted."""
+    seq = prefilled(tiny, CASE)
+    found, _ = search(tiny)
+    fault(tiny, seq)
+    fault(tiny, found)
+    row = tiny.logits_buffer_ptr()
+    calls: list[Callable[[], Any]] = [
+        lambda: tiny.decode_batch([9], [seq]),
+        lambda: tiny.mixed_forward_batch([9], [seq], []),
+        lambda: tiny.decode_batch_fed([FeedSource(token=9)], [seq]),
+        lambda: sampled(tiny, row, [seq]),
+        lambda: select(tiny, [row], [found]),
+    ]
+    before = state(seq), state(found)
+    for call in calls:
+        with tiny.gpu.launch_trace() as trace, pytest.raises(TypeError):
+            call()
+        assert not trace
+    assert (state(seq), state(found)) == before
 
 
 def test_numbers_of_numpy_are_numbers(tiny: NllbModel) -> None:
