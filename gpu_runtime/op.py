@@ -333,7 +333,7 @@ class Op:
         plan = _planned(self, dtype, gpu.limits(), *self.spec.integers(values))
         handle = gpu.kernel(self.spec.name, plan.entry)
         geometry = (plan.grid, plan.block, plan.shared_bytes)
-        if plan.cluster > 1:
+        if plan.cluster != 1:  # also where it is no cluster at all, which the launch refuses
             gpu.launch(handle, *geometry, stream, values, programmatic=plan.programmatic, cluster=plan.cluster)
         elif plan.programmatic:
             gpu.launch(handle, *geometry, stream, values, programmatic=True)

@@ -87,6 +87,17 @@ def test_a_plan_says_what_an_op_is_launched_with(device: Device, programmatic: b
     assert (asked.get("programmatic", False), asked.get("cluster", 1)) == (programmatic, cluster)
 
 
+@pytest.mark.parametrize("wrong", [0, -2, 1.5, "1", None])
+def test_a_plan_of_no_cluster_is_refused_as_a_launch_is(device: Device, wrong: Any) -> None:
+    def plan(*sizes: Any) -> Any:
+        return replace(toy.plan(*sizes), cluster=wrong)
+
+    ops = OpRegistry()
+    op = ops.register(replace(toy.OP, plan=plan))
+    with device.open(ops=ops) as gpu, pytest.raises((TypeError, ValueError), match=r"^cluster: expected"):
+        op.launch(gpu, "f32", values(16, 32))
+
+
 @cuda_only
 @pytest.mark.parametrize("arch", [None, "compute_80"])
 def test_where_there_are_clusters(device: Device, arch: str | None) -> None:
