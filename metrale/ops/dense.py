@@ -68,10 +68,10 @@ MOST_K: Final = 1 << 24
 
 
 def check_sizes(op: str, dims: Any, most: dict[str, int]) -> None:
-    """Raise ValueError when a size is past what the op is for."""
+    """Raise ValueError when a size is not what the op is for: from 1 to its most."""
     for name, limit in most.items():
-        if dims[name] > limit:
-            raise ValueError(f"{op}: {name}: expected at most {limit}, got {dims[name]}")
+        if not 1 <= dims[name] <= limit:
+            raise ValueError(f"{op}: {name}: expected 1 to {limit}, got {dims[name]}")
 
 
 def check_pairs(op: str, *, gamma: object, beta: object, spans: object, positions: object) -> None:

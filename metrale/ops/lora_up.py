@@ -50,7 +50,7 @@ MOST_WARPS: Final = 4
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     """Blocks for each row and segment, a thread for each 16 bytes, in whole warps."""
     packs = -(-dims["width"] * dtypes.itemsize(dtype) // 16)
-    threads = limits.warp_size * min(-(-packs // limits.warp_size), MOST_WARPS)
+    threads = limits.warp_size * max(min(-(-packs // limits.warp_size), MOST_WARPS), 1)
     blocks = dims["rows"] * dims["segments"] * -(-packs // threads)
     return LaunchPlan(SPEC.entry(dtype), (blocks, 1, 1), (threads, 1, 1))
 

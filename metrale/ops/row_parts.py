@@ -49,7 +49,7 @@ def plans(entry: str, dims: Dims, programmatic: bool) -> dict[int, LaunchPlan]:
 def plan(entry: str, dims: Dims, dtype: str, limits: Limits, *, programmatic: bool = False) -> LaunchPlan:
     """Give few rows many blocks each, so that they fill the device."""
     useful = -(-dims["vocab"] * dtypes.itemsize(dtype) // _LEAST_BYTES)
-    most = max(min(PARTS, useful, _BLOCKS * limits.sm_count // dims["rows"]), 1)
+    most = max(min(PARTS, useful, _BLOCKS * limits.sm_count // max(dims["rows"], 1)), 1)
     return plans(entry, dims, programmatic)[1 << (most.bit_length() - 1)]
 
 

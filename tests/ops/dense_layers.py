@@ -42,7 +42,8 @@ REFUSED: Final[list[tuple[str, dict[str, Any]]]] = [
         "spans: expected neither residual nor an activation with them, got 'relu'",
         {"activation": "relu", "spans": 64, "positions": 64},
     ),
-    ("k: expected at most 16777216, got 16777224", {"k": (1 << 24) + 8}),
+    ("k: expected 1 to 16777216, got 16777224", {"k": (1 << 24) + 8}),
+    ("k: expected 1 to 16777216, got 0", {"k": 0}),
 ]
 """What every one of them says of options, with n and k of 8."""
 

@@ -59,7 +59,7 @@ def test_a_span_that_is_too_short_is_refused(gpu: GpuBackend) -> None:
 
 
 def test_what_is_refused(gpu: GpuBackend) -> None:
-    longer = (f"n: expected at most {MOST_N}, got {MOST_N + 1}", {"n": MOST_N + 1})
+    longer = (f"n: expected 1 to {MOST_N}, got {MOST_N + 1}", {"n": MOST_N + 1})
     dense_layers.check_refusals(gpu, OP, gemv, [*REFUSED, *REFUSED_NORMS, longer])
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -61,3 +62,7 @@ def test_inputs_and_plan(op: Op, dtype: str, case: dict[str, Any]) -> None:
     assert op.spec.entries()[plan.entry] == dtype
     assert check_geometry(plan.grid, plan.block, plan.shared_bytes, MINIMUM) == (plan.grid, plan.block)
     assert plan == op.plan(dims, dtype, MINIMUM)
+    for name in dims:  # of a size that is none, the launch says what is wrong with it, if the plan does not
+        for size in (0, -1):
+            with suppress(ValueError):
+                op.plan({**dims, name: size}, dtype, MINIMUM)

@@ -36,7 +36,8 @@ CASES = [
 
 @pytest.mark.parametrize(("op", "dims"), [(ARGMAX, ARGMAX_DIMS), (SAMPLE, SAMPLE_DIMS)])
 @pytest.mark.parametrize(
-    ("rows", "parts"), [(1, 32), (33, 32), (34, 16), (64, 16), (66, 16), (256, 4), (264, 4), (1056, 1), (5000, 1)]
+    ("rows", "parts"),
+    [(0, 1), (1, 32), (33, 32), (34, 16), (64, 16), (66, 16), (256, 4), (264, 4), (1056, 1), (5000, 1)],
 )
 def test_as_many_blocks_as_run_at_once_twice_over(op: Op, dims: Mapping[str, int], rows: int, parts: int) -> None:
     assert op.plan is not None

@@ -32,7 +32,7 @@ def test_in_place_is_a_product_and_a_copy_to_the_bit(gpu: GpuBackend, dtype: str
 
 
 def test_what_is_refused(gpu: GpuBackend) -> None:
-    rows = (f"rows: expected at most {MOST_ROWS}, got 65", {"rows": 65})
+    rows = (f"rows: expected 1 to {MOST_ROWS}, got 65", {"rows": 65})
     dense_layers.check_refusals(gpu, OP, thin_linear, [*REFUSED, *REFUSED_NORMS, rows], rows=1)
 
 
