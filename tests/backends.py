@@ -8,6 +8,7 @@ marked ``gpu``. What a GPU cannot notice, such as an address outside every alloc
 from __future__ import annotations
 
 import functools
+import importlib.util
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,11 @@ ON_CUDA: Final = pytest.param("cuda", marks=pytest.mark.gpu)
 
 host_only = pytest.mark.parametrize("device", ["host"], indirect=True)
 cuda_only = pytest.mark.parametrize("device", [ON_CUDA], indirect=True)
+needs_cupy = pytest.mark.skipif(
+    importlib.util.find_spec("cupy") is None,
+    reason="looks at how CuPy is called, which only the extra for a GPU installs (and `dev`)",
+)
+"""Of tests that need no GPU, but modules that import CuPy."""
 
 
 def open_host(**options: Any) -> HostBackend:

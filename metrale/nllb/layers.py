@@ -61,6 +61,23 @@ class KvPlaces(NamedTuple):
     width: int
 
 
+class _Product(NamedTuple):
+    """A product as `Rows.dense` is asked for it: ``source`` is ``[count, k]``, ``out`` is ``[count, n]``.
+
+    ``norm`` and ``kv`` are None where what makes the product has no part in them.
+    """
+
+    source: DevicePtr
+    weights: Dense
+    out: DevicePtr
+    n: int
+    k: int
+    norm: Dense | None
+    activation: str
+    residual: bool
+    kv: KvPlaces | None
+
+
 class _Way(NamedTuple):
     """How a product is made.
 
@@ -73,7 +90,7 @@ class _Way(NamedTuple):
         Whether it brings the last columns to their places in the KV cache.
     """
 
-    multiply: Callable[..., None]
+    multiply: Callable[[_Product], None]
     norms: bool = False
     places: bool = False
 
@@ -199,17 +216,9 @@ class Rows:
         if norm is not None and not way.norms:
             self.norm(norm, source)
             norm = None
-        way.multiply(
-            source,
-            weights,
-            out,
-            n,
-            k,
-            norm=norm,
-            activation=activation if low_rank is None else "none",
-            residual=residual,
-            kv=kv if way.places else None,
-        )
+        first = activation if low_rank is None else "none"
+        places = kv if way.places else None
+        way.multiply(_Product(source, weights, out, n, k, norm, first, residual, places))
         if low_rank is not None:
             self._add_low_rank(source, low_rank, out, k, activation)
         if kv is not None and not way.places:
@@ -235,104 +244,68 @@ class Rows:
             way = library
         return _Way(way.multiply) if adapted else way
 
-    def _multiply(
-        self,
-        source: DevicePtr,
-        weights: Dense,
-        out: DevicePtr,
-        n: int,
-        k: int,
-        *,
-        norm: None,
-        activation: str,
-        residual: bool,
-        kv: None,
-    ) -> None:
+    def _multiply(self, p: _Product) -> None:
         """Multiply by the library: all rows at once, or as many at a time as make a row's bits its own."""
         size = self.shape.itemsize
         for first, count in launches(self.count) if self.invariant else [(0, self.count)]:
             ops.linear(
                 self.gpu,
-                source.offset(first * k * size),
-                weights.weight,
-                weights.bias,
-                out.offset(first * n * size),
+                p.source.offset(first * p.k * size),
+                p.weights.weight,
+                p.weights.bias,
+                p.out.offset(first * p.n * size),
                 rows=self.shape.product_rows(count) if self.invariant else count,
-                n=n,
-                k=k,
+                n=p.n,
+                k=p.k,
                 dtype=self.shape.dtype,
-                activation=activation,
-                residual=residual,
+                activation=p.activation,
+                residual=p.residual,
                 workspace=self.gemm.workspace,
                 workspace_bytes=self.gemm.workspace_bytes,
                 algorithm=PINNED if self.invariant else None,
                 stream=self.stream,
             )
 
-    def _clustered(
-        self,
-        source: DevicePtr,
-        weights: Dense,
-        out: DevicePtr,
-        n: int,
-        k: int,
-        *,
-        norm: None,
-        activation: str,
-        residual: bool,
-        kv: KvPlaces | None,
-    ) -> None:
-        options: dict[str, Any] = {"activation": activation, "residual": residual}
-        for first, count, x, y in self._launches(source, k, out, n):
-            options |= self._places(n, kv, first)
-            sizes: dict[str, Any] = {"rows": count, "n": n, "k": k, "dtype": self.shape.dtype, "out_stride": n}
-            ops.cluster_linear(self.gpu, x, weights.weight, weights.bias, y, **sizes, **options, stream=self.stream)
+    def _clustered(self, p: _Product) -> None:
+        for count, options in self._launches(p):
+            ops.cluster_linear(self.gpu, **options, rows=count, out_stride=p.n)
 
-    def _thin(
-        self,
-        source: DevicePtr,
-        weights: Dense,
-        out: DevicePtr,
-        n: int,
-        k: int,
-        *,
-        norm: Dense | None,
-        activation: str,
-        residual: bool,
-        kv: KvPlaces | None,
-    ) -> None:
-        options: dict[str, Any] = {"dtype": self.shape.dtype, "activation": activation, "residual": residual}
-        options |= {"n": n, "k": k, "stream": self.stream}
-        if norm is not None:
-            source = self.x
-            options |= {"gamma": norm.weight, "beta": norm.bias}
-        options["eps"] = LAYER_NORM_EPS  # without a norm, too: no launch that has a 0.0 is kept by the backend
-        for first, count, x, y in self._launches(source, k, out, n):
-            options |= self._places(n, kv, first)
+    def _thin(self, p: _Product) -> None:
+        norm: dict[str, Any] = {"eps": LAYER_NORM_EPS}  # without a norm, too: no launch that has a 0.0 is kept
+        if p.norm is not None:
+            norm |= {"gamma": p.norm.weight, "beta": p.norm.bias}
+            p = p._replace(source=self.x)
+        for count, options in self._launches(p):
             if self.count == 1 and not self.invariant:
-                ops.gemv(self.gpu, x, weights.weight, weights.bias, y, **options)
+                ops.gemv(self.gpu, **options, **norm)
             else:
-                ops.thin_linear(self.gpu, x, weights.weight, weights.bias, y, rows=count, out_stride=n, **options)
+                ops.thin_linear(self.gpu, **options, **norm, rows=count, out_stride=p.n)
 
-    def _launches(
-        self, source: DevicePtr, k: int, out: DevicePtr, n: int
-    ) -> Iterator[tuple[int, int, DevicePtr, DevicePtr]]:
-        """Yield the first row of each launch of a product, how many it has, and where they are and go."""
+    def _launches(self, p: _Product) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield for each launch of a product how many rows it has, and what our own ops are told all alike."""
         size = self.shape.itemsize
         for first, count in launches(self.count):
-            yield first, count, source.offset(first * k * size), out.offset(first * n * size)
-
-    def _places(self, n: int, kv: KvPlaces | None, first: int) -> dict[str, Any]:
-        """Return what an op takes that brings the last columns, of rows from ``first`` on, into the KV cache."""
-        if kv is None:
-            return {}
-        return {
-            "spans": kv.spans.offset(8 * first),
-            "positions": kv.positions.offset(4 * first),
-            "kv_from": n - kv.width,
-            "kv_offset": kv.offset,
-            "kv_stride": self.shape.kv_width,
-        }
+            options: dict[str, Any] = {
+                "x": p.source.offset(first * p.k * size),
+                "weight": p.weights.weight,
+                "bias": p.weights.bias,
+                "out": p.out.offset(first * p.n * size),
+                "n": p.n,
+                "k": p.k,
+                "dtype": self.shape.dtype,
+                "activation": p.activation,
+                "residual": p.residual,
+                "stream": self.stream,
+            }
+            if p.kv is not None:
+                options |= {
+                    "spans": p.kv.spans.offset(8 * first),
+                    "positions": p.kv.positions.offset(4 * first),
+                    "kv_from": p.n - p.kv.width,
+                    "kv_offset": p.kv.offset,
+                    "kv_stride": self.shape.kv_width,
+                }
+            yield count, options
 
     def _scatter(self, out: DevicePtr, n: int, kv: KvPlaces) -> None:
         ops.kv_scatter(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Final
@@ -14,11 +13,9 @@ import pytest
 
 from metrale.ops import layer_norm
 from metrale.ops.layer_norm import OP
-from tests.backends import Device, cuda_only
+from tests.backends import Device, cuda_only, needs_cupy
 from tests.hammering import eager_switching, hammer
 from tests.ops.harness import download, run, upload
-
-needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 
 GEOMETRY: Final = (7, 2, 3, 64, 2, 1, 4096)
 STREAMS: Final = 40  # more than a launch keeps something of

@@ -7,7 +7,6 @@ What only a GPU can show is in tests/gpu/test_small_copies.py.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -21,9 +20,8 @@ from gpu_runtime.backend import GpuBackend
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.ledger import Ledger
 from gpu_runtime.pointer import DevicePtr
+from tests.backends import needs_cupy
 from tests.hammering import eager_switching, hammer
-
-needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 
 LARGEST: Final = 65_536
 SIZES: Final = (1, 3, 12, 15, 16, 17, 48, 511, 512, 513, 768, 2047, 2048, 2049, 30_000, 65_535, LARGEST, LARGEST + 1)

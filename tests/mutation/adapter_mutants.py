@@ -162,7 +162,7 @@ ADAPTER_MUTANTS: list[Mutant] = [
         _ROWS,
         ("if some else self", "if True else self"),
         ("self.adapters.offset(4 * first)", "self.adapters"),
-        ('activation=activation if low_rank is None else "none"', "activation=activation"),
+        ('first = activation if low_rank is None else "none"', "first = activation"),
         (
             "            width=weights.width,\n            activation=activation,\n",
             "            width=weights.width,\n",

@@ -297,7 +297,7 @@ SERVING_MUTANTS: list[Mutant] = [
     *rules(
         "step graphs",
         "metrale.nllb.step_graphs",
-        (*files("step_graphs"), "tests/nllb/test_step_graphs.py"),
+        (*files("step_graphs", "step_graphs_callers"), "tests/nllb/test_step_graphs.py"),
         ("if self._gpu.is_watched():", "if False:"),
         ("            self._graphs.move_to_end(key)\n", "            pass\n"),
         ("elif key in self._seen and key not in self._failed:", "elif key in self._seen:"),
@@ -313,7 +313,7 @@ SERVING_MUTANTS: list[Mutant] = [
     *rules(
         "step graphs",
         "metrale.nllb.decoder",
-        files("step_graphs"),
+        files("step_graphs", "step_graphs_callers"),
         ("elif work.heads == work.rows:", "elif True:"),
         (
             "self._graphs.run(work.body, partial(self._enqueue, work.body",

@@ -7,7 +7,7 @@ import pytest
 
 from gpu_runtime import GpuBackend
 from metrale.nllb.turns import Turn
-from tests.nllb.test_model_step_graphs import counting
+from tests.nllb.replaying import counting
 
 
 @pytest.mark.parametrize(("used", "waits", "told"), [("own", "own", 1), ("own", 0, 1), (0, "own", 1), (0, 0, 0)])
