@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -20,96 +18,27 @@ from gpu_runtime.host import HostBackend
 from gpu_runtime.limits import Limits
 from metrale.cli import main
 from metrale.cli.inspection import family
-from metrale.demo import demo_model_path
-
-DEMO = demo_model_path()
-FILES = ("config.json", "generation_config.json", "model.safetensors", "sentencepiece.bpe.model", "tokenizer.json")
-KEYS = {
-    *("ok", "problems", "model", "family", "architecture", "parameters", "stored_dtypes", "weights", "values"),
-    *("vocabulary", "languages", "config", "device", "dtype", "limits", "memory", "files"),
-}
-"""What scripts count on: docs/command.md has it, too."""
-
-Damage = Callable[[Path], None]
+from tests.cli.inspecting import (
+    DEMO,
+    FC1,
+    NORM,
+    Damage,
+    cut,
+    drop,
+    edit,
+    inspect,
+    linked_demo,
+    remove,
+    tensors,
+    write,
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The demo model, by links: a test that changes a file puts one of its own in the place."""
-    made = tmp_path / "model"
-    made.mkdir()
-    for name in (*FILES, "tokenizer_config.json"):
-        (made / name).symlink_to(DEMO / name)
-    return made
+    return linked_demo(tmp_path)
 
 
-def write(name: str, data: str | bytes) -> Damage:
-    def change(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
-
-    return change
-
-
-def edit(name: str, **fields: object) -> Damage:
-    def change(folder: Path) -> None:
-        write(name, json.dumps({**json.loads((folder / name).read_bytes()), **fields}))(folder)
-
-    return change
-
-
-def remove(name: str) -> Damage:
-    return lambda folder: (folder / name).unlink()
-
-
-def cut(name: str, size: int) -> Damage:
-    return lambda folder: write(name, (folder / name).read_bytes()[:size])(folder)
-
-
-def tensors(change: Callable[[dict[str, Any]], object]) -> Damage:
-    """Change the tensors of the weights."""
-
-    def rewrite(folder: Path) -> None:
-        found = load_file(folder / "model.safetensors")
-        change(found)
-        (folder / "model.safetensors").unlink()
-        save_file(found, folder / "model.safetensors")
-
-    return rewrite
-
-
-def inspect(
-    folder: Path, capsys: pytest.CaptureFixture[str], *options: str, code: int = 3
-) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the report and its problems, which must agree with the exit code, the text and standard error."""
-    arguments = ["inspect", "--device", "host", "--model", str(folder), *options]
-    assert main([*arguments, "--json"]) == code
-    out, err = capsys.readouterr()
-    report = json.loads(out)
-    assert set(report) == KEYS
-    assert report["ok"] == (not report["problems"]) == (code == 0)
-    problems = [(problem["part"], problem["problem"]) for problem in report["problems"]]
-    assert main(arguments) == code
-    text, err_of_text = capsys.readouterr()
-    assert err_of_text == err
-    lines = text.splitlines()
-    if not problems:
-        assert err == ""
-        assert not any("problem" in line for line in lines)
-        return report, problems
-    assert lines[-len(problems) :] == [f"- {part}: {problem}" for part, problem in problems]
-    assert lines[-len(problems) - 1] == (f"{len(problems)} problems:" if len(problems) > 1 else "1 problem:")
-    said = f"{len(problems)} problems, which the output lists" if len(problems) > 1 else ": ".join(problems[0])
-    assert err == f"metrale: error: {folder}: {' '.join(said.split())}\n"
-    return report, problems
-
-
-def drop(*names: str) -> Callable[[dict[str, Any]], object]:
-    return lambda found: [found.pop(name) for name in names]
-
-
-NORM = "model.encoder.layer_norm.weight"
-FC1 = "model.decoder.layers.2.fc1.weight"
 DAMAGES: dict[str, tuple[list[Damage], list[tuple[str, str]]]] = {
     "no config": ([remove("config.json")], [("config", "config.json: there is no such file")]),
     "config cut": ([cut("config.json", 100)], [("config", "config.json: is not valid JSON")]),
@@ -424,71 +353,3 @@ def test_a_name_with_a_line_break_stays_on_its_line(folder: Path, capsys: pytest
     (folder / "two\nlines").touch()
     assert main(["inspect", str(folder)]) == 0
     assert "two lines (0.0 KiB)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_values_that_are_not_finite(
-    dtype: Any, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def change(found: dict[str, Any]) -> None:
-        spoilt = found[FC1].astype(dtype)
-        spoilt[0, 0], spoilt[-1, -1] = np.nan, -np.nan
-        spoilt[3, 3] = np.inf
-        found[FC1] = spoilt
-        found[NORM] = np.full(256, -np.inf, dtype)
-        found["lm_head.weight"] = found["model.shared.weight"].copy()
-
-    tensors(change)(folder)
-    monkeypatch.setattr("metrale.cli.value_check._CHUNK_BYTES", 100_000)  # the counts of many chunks are added up
-    inspect(folder, capsys, code=0)  # nothing is read without being asked for
-    report, problems = inspect(folder, capsys, "--check-values")
-    size = 1024 * 256
-    assert report["values"] == {
-        "tensors": 180,
-        "values": 10_797_312 + 8240 * 256,
-        "non_finite": [{"tensor": FC1, "nan": 2, "inf": 1}, {"tensor": NORM, "nan": 0, "inf": 256}],
-    }
-    assert sorted(problems) == [
-        ("values", f"tensor '{FC1}': of {size:,} values 2 are NaN, and 1 infinite"),
-        ("values", f"tensor '{NORM}': of 256 values 0 are NaN, and 256 infinite"),
-    ]
-
-
-def test_values_that_are_finite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report, _ = inspect(folder, capsys, "--check-values", code=0)
-    assert report["values"] == {"tensors": 179, "values": 10_797_312, "non_finite": []}
-    main(["inspect", "--check-values", str(folder)])
-    assert "values:      10,797,312 in 179 tensors read, all of them finite" in capsys.readouterr().out
-
-
-def test_values_are_read_whatever_the_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def change(found: dict[str, Any]) -> None:
-        found[NORM] = np.array(np.nan, np.float32)  # of another shape: a scalar
-        found["numbers"] = np.ones(3, np.int64)  # cannot be read
-
-    tensors(change)(folder)
-    expected = ["weights", "weights", "values"]
-    for _ in range(2):
-        report, problems = inspect(folder, capsys, "--check-values")
-        assert report["values"]["non_finite"] == [{"tensor": NORM, "nan": 1, "inf": 0}]
-        assert report["values"]["tensors"] == 179
-        assert [part for part, _ in problems] == expected
-        (folder / "config.json").unlink(missing_ok=True)
-        expected = ["config", "values"]
-
-
-def test_reading_values_has_a_bar_on_a_terminal(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    drawn: list[tuple[int | None, int, str]] = []
-    counted: list[int] = []
-    monkeypatch.setattr("metrale.cli.console.Console.can_draw", True)
-    monkeypatch.setattr("metrale.cli.console.Console.draw", lambda self, *arguments: drawn.append(arguments))
-    monkeypatch.setattr("metrale.cli.console.Console.advance", lambda self, count: counted.append(count))
-    assert main(["inspect", str(folder)]) == 0
-    assert not drawn
-    assert not counted
-    assert main(["inspect", "--check-values", str(folder)]) == 0
-    assert drawn == [(2 * 10_797_312, 0, "B")]
-    assert sum(counted) == 2 * 10_797_312
-    capsys.readouterr()

@@ -9,7 +9,11 @@ from tests.mutation.mutant import Mutant
 from tests.mutation.rules import rules
 
 _HUB: Final = ("tests/hub/test_hub.py", "tests/hub/test_hub_failures.py")
-_INSPECT: Final = ("tests/cli/test_inspect_damage.py", "tests/cli/test_value_check.py")
+_INSPECT: Final = (
+    "tests/cli/test_inspect_damage.py",
+    "tests/cli/test_inspect_values.py",
+    "tests/cli/test_value_check.py",
+)
 
 FOLDER_MUTANTS: list[Mutant] = [
     *rules(
