@@ -54,12 +54,20 @@ def call_site() -> str:
 
 
 class Ledger:
-    """The live allocations, found by address. Not locked: its backend serialises access."""
+    """The live allocations, found by address. Not locked: its backend serialises access.
+
+    Attributes
+    ----------
+    live_bytes : int
+    removals : int
+        Blocks that were removed so far: what was found before is there as long as it stays the same.
+    """
 
     def __init__(self) -> None:
         self._by_base: dict[int, Allocation] = {}
         self._bases: list[int] = []
         self.live_bytes = 0
+        self.removals = 0
 
     def __len__(self) -> int:
         return len(self._bases)
@@ -92,6 +100,7 @@ class Ledger:
         del self._by_base[int(ptr)]
         del self._bases[bisect_right(self._bases, int(ptr)) - 1]
         self.live_bytes -= entry.nbytes
+        self.removals += 1
         return entry
 
     def find(self, address: int) -> Allocation | None:

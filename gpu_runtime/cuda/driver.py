@@ -94,8 +94,11 @@ class Context:
 
     def call_relaxed(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Make one call as `call` does, inside `relaxed`."""
-        with self.relaxed():
+        before = attempt_binding(bindings.cuThreadExchangeStreamCaptureMode, _RELAXED)
+        try:
             return self.call(function, *arguments)
+        finally:
+            attempt_binding(bindings.cuThreadExchangeStreamCaptureMode, before)
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:

@@ -23,16 +23,22 @@ _EDGE_DATA: Final = int(cuda.bindings.__version__.split(".")[0]) >= 13
 class Graph:
     """A captured graph with its executable form, and what its nodes need to live (buffers, streams, other graphs).
 
-    CUDA's objects are destroyed with the last reference: `launch_graph` keeps one until the launch is done.
+    CUDA's objects are destroyed with the last reference, which must not go before the last launch is done.
+
+    Attributes
+    ----------
+    launched_on : set of int
+        The backend's own streams that it was launched on: nothing else says when those launches are done.
     """
 
-    __slots__ = ("_context", "executable", "handle", "kept", "lock", "template")
+    __slots__ = ("_context", "executable", "handle", "kept", "launched_on", "lock", "template")
 
     def __init__(self, context: Context, template: int, executable: int, kept: list[Any]) -> None:
         self.handle = next(_HANDLES)
         self.template = template
         self.executable = executable
         self.kept = kept
+        self.launched_on: set[int] = set()
         self.lock = threading.Lock()  # CUDA's graphs may be used by one thread at a time
         self._context = context
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 from cupy.cuda import runtime
 
 from gpu_runtime import checks
@@ -27,6 +28,29 @@ from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.streams import StreamLike
 
 _MOST_PITCH: Final = (1 << 31) - 1  # of cudaMemcpy2D on every device there is
+
+_MOST_READY: Final = 256  # copies that are known from before; past this many, all are forgotten
+
+
+class _Ready(NamedTuple):
+    """A small copy that was made before, as `SmallCopies.enqueue` takes it.
+
+    Attributes
+    ----------
+    host : ndarray
+        It lives as long as this, so that no other object can have its ``id``.
+    dst, src, nbytes, on : int
+        ``on`` is the stream's handle.
+    removals : tuple of int
+        Blocks of either kind that had been removed: while it stays the same, both spans are where they were.
+    """
+
+    host: Any
+    dst: int
+    src: int
+    nbytes: int
+    on: int
+    removals: tuple[int, int]
 
 
 class MemoryCalls(StreamCalls):
@@ -50,6 +74,7 @@ class MemoryCalls(StreamCalls):
         )
         self._small_copies = SmallCopies(self._context, arch, cache)
         self._pinned: dict[int, PinnedMemory] = {}
+        self._ready: dict[tuple[int, int, int, bool], _Ready] = {}
 
     @property
     def _blocks(self) -> Blocks:
@@ -180,12 +205,15 @@ class MemoryCalls(StreamCalls):
         copy_files(self._context, self._memory.locked, checked, on)
 
     def copy_h2d_async(self, src: Any, dst: int, stream: StreamLike = 0) -> None:
+        if self._copied_again(src, dst, stream, to_device=True):
+            return
         data = as_bytes("src", src, writable=False)
         start, size, tag = self._span("copy_h2d: dst", dst, data.nbytes)
         on = self._about_to("copy", "h2d", size, stream, tag)
         host = _address(data)
         if self._is_small(host, size, start):
             self._copy_small(start, host, size, on, stream, data)
+            self._keep_ready(src, dst, stream, (start, host, size, on), to_device=True)
         else:
             self._copy(start, host, size, on, stream, data)
 
@@ -193,12 +221,15 @@ class MemoryCalls(StreamCalls):
         self.copy_h2d_async(as_bytes("src", src, writable=False).copy(), dst, stream)
 
     def copy_d2h_async(self, src: int, dst: Any, stream: StreamLike = 0) -> None:
+        if self._copied_again(dst, src, stream, to_device=False):
+            return
         data = as_bytes("dst", dst, writable=True)
         start, size, tag = self._span("copy_d2h: src", src, data.nbytes)
         on = self._about_to("copy", "d2h", size, stream, tag)
         host = _address(data)
         if self._is_small(host, size, start):
             self._copy_small(host, start, size, on, stream, data)
+            self._keep_ready(dst, src, stream, (host, start, size, on), to_device=False)
             return
         if size and not self._memory.is_page_locked(host) and not self._streams.is_capturing(on):
             # CUDA would wait for the stream inside of the copy, and hold what other threads' calls need meanwhile.
@@ -255,6 +286,42 @@ class MemoryCalls(StreamCalls):
         self._small_copies.enqueue(dst, src, size, on, early=early)
         if not early:  # else there is nothing to note of work on page-locked memory
             self._streams.note(on, stream, keep, locked=True)
+
+    def _removals(self) -> tuple[int, int]:
+        return self._memory.ledger.removals, self._memory.pinned.removals
+
+    def _copied_again(self, host: Any, device: int, stream: StreamLike, *, to_device: bool) -> bool:
+        """Enqueue a copy if it was made before and its checks still hold; return whether it was.
+
+        A decode step makes the same few copies each time, and to check them takes longer than to enqueue them.
+        """
+        if type(stream) is not int or not isinstance(device, int):
+            return False
+        ready = self._ready.get((id(host), device, stream, to_device))
+        if (
+            ready is None
+            or ready.host is not host
+            or ready.nbytes != host.nbytes
+            or ready.removals != self._removals()
+            or self._streams.own.get(stream) != ready.on  # also when this backend is closed
+            or self._faults
+            or self._traces.active
+            or not (to_device or host.flags.writeable)
+            or self._streams.is_capturing(ready.on)
+        ):
+            return False
+        self._small_copies.enqueue(ready.dst, ready.src, ready.nbytes, ready.on, early=True)
+        return True
+
+    def _keep_ready(
+        self, host: Any, device: int, stream: StreamLike, copy: tuple[int, int, int, int], *, to_device: bool
+    ) -> None:
+        """Keep a copy that was made for `_copied_again`, if it is of a kind that may come again."""
+        if type(host) is not np.ndarray or type(stream) is not int or copy[-1] not in self._streams.own:
+            return
+        if len(self._ready) >= _MOST_READY:
+            self._ready.clear()
+        self._ready[id(host), int(device), stream, to_device] = _Ready(host, *copy, self._removals())
 
     def _about_to(self, kind: Any, name: str, nbytes: int, stream: StreamLike, tag: str) -> int:
         """Return the handle of the stream that a copy or memset goes to, once faults and traces have heard of it."""

@@ -77,7 +77,7 @@ class StreamCalls(GpuBackend):
 
     def default_stream(self) -> int:
         self._check_open()
-        return self._streams.default
+        return self._streams.show(self._streams.default)
 
     def create_stream(self) -> int:
         self._check_open()
@@ -129,6 +129,8 @@ class StreamCalls(GpuBackend):
                 raise DeviceError("stream_wait_event: the legacy stream cannot join a capture")
             elif capture not in (None, found.capture):
                 raise DeviceError("stream_wait_event: the stream belongs to another capture")
+            if found.foreign_capture:
+                self._streams.show(on)
             self._streams.wait(on, found.handle, found.capture)
         self._streams.note(on, stream)
 
@@ -193,17 +195,26 @@ class StreamCalls(GpuBackend):
         if self._faults:
             self._ask_faults("launch_graph", "")
         with found.lock:
-            if self._streams.is_capturing(on):
+            captured = self._streams.is_capturing(on)
+            if captured:
                 add_child(self._context, on, found)
             else:
                 self._context.call(runtime.graphLaunch, found.executable, on)
-        self._streams.note(on, stream, found)
+        if captured or on not in self._streams.own:
+            self._streams.note(on, stream, found)
+            return
+        found.launched_on.add(on)  # a mark for each launch would take longer than the launch
+        if handle not in self._graphs:  # another thread has destroyed it meanwhile
+            self._streams.keep(on, found)
 
     def destroy_graph(self, graph: int) -> None:
         self._check_open()
         handle = checks.integer("graph", graph)
-        if self._graphs.pop(handle, None) is None:  # CUDA's objects go with the last launch that holds the graph
+        found = self._graphs.pop(handle, None)
+        if found is None:
             raise DeviceError(f"destroy_graph: expected a live graph of this backend, got {handle:#x}")
+        for on in found.launched_on & self._streams.own.keys():  # a stream that was destroyed has been waited for
+            self._streams.keep(on, found)
 
     def stream_is_capturing(self, stream: StreamLike = 0) -> bool:
         return self._streams.is_capturing(self._stream(stream))

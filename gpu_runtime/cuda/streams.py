@@ -55,6 +55,8 @@ class Streams:
         self._marks = marks
         self._lock = threading.RLock()
         self.default = self._new()
+        self._only_ours = {self.default}
+        """The handles that nobody else knows: only this backend begins captures on those."""
         self.service = self._new()
         """A stream that no capture and no caller's work ever comes to: for what an allocation does by itself."""
         self.own: dict[int, int] = {DEFAULT_STREAM: self.default, self.default: self.default}
@@ -119,10 +121,17 @@ class Streams:
             self._spare.append(handle)
         del done  # outside the lock: what ends with it may be anything
 
+    def show(self, handle: int) -> int:
+        """Return a handle that others will know, or whose stream has joined a capture of theirs."""
+        self._only_ours.discard(handle)
+        return handle
+
     # captures
 
     def is_capturing(self, handle: int) -> bool:
         """Return whether work on a stream goes to a capture, which may be somebody else's."""
+        if handle in self._only_ours:  # to ask the driver takes as long as to enqueue something
+            return (handle, 0) in self._captures
         try:
             return bool(self._context.call(runtime.streamIsCapturing, handle))
         except DeviceError:
@@ -221,6 +230,14 @@ class Streams:
         with self._context.relaxed():
             while queue and queue[0][0].passed():
                 done.append(queue.popleft())
+
+    def keep(self, handle: int, kept: Any) -> None:
+        """Let an object live until the work is done that has been put on a stream of this backend."""
+        with self._lock:
+            if self.is_capturing(handle):  # a mark would become part of it
+                self._kept_for_good.append((handle, kept))
+                return
+        self.note(handle, handle, kept)
 
     def drop_done(self, handle: int) -> None:
         """Let go of what only finished work of a stream needed."""

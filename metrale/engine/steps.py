@@ -93,6 +93,7 @@ class Steps:
         self._model = model
         self._flights: deque[Flight] = deque()
         self._buffers: list[NDArray[np.int32]] = []
+        self._views: dict[tuple[int, int], NDArray[np.int32]] = {}
         self._events: list[int] = []
         self._rows = rows
         self._pointers: list[DevicePtr] = []
@@ -122,6 +123,7 @@ class Steps:
         """Give back streams, events and memory."""
         self._flights.clear()
         self._buffers.clear()
+        self._views.clear()
         self._teardown.close()
 
     def enqueue(self, decoding: Sequence[Lane], joining: Sequence[Lane]) -> list[Failure]:
@@ -246,7 +248,7 @@ class Steps:
 
     def _select(self, lanes: list[Lane], rows: list[DevicePtr], buffer: int) -> None:
         """Enqueue a step of the lanes' searches. It comes after the choice, so that the event tells of both."""
-        flags = self._states(buffer)[: len(lanes)]
+        flags = self._states(buffer, len(lanes))
         self._model.select_beams_to_feed(rows, [lane.seq for lane in lanes], flags, self._events[buffer])
 
     def _row(self, row: int) -> DevicePtr:
@@ -257,12 +259,21 @@ class Steps:
             self._pointers = [base.offset(index * row_bytes) for index in range(self._rows)]
         return self._pointers[row]
 
-    def _states(self, buffer: int) -> NDArray[np.int32]:
-        """Return where the flags of searches go."""
-        return self._buffers[buffer][-self._rows :]
+    def _states(self, buffer: int, searches: int) -> NDArray[np.int32]:
+        """Return where the flags of so many searches go."""
+        key = (buffer, -1 - searches)
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = self._buffers[buffer][-self._rows :][:searches]
+        return found
 
     def _view(self, buffer: int, lanes: int) -> NDArray[np.int32]:
-        return self._buffers[buffer][: _RESULTS * lanes].reshape(_RESULTS, lanes)
+        """Return where the results of so many lanes go: the same array each time, which copies know then."""
+        found = self._views.get((buffer, lanes))
+        if found is None:
+            found = self._buffers[buffer][: _RESULTS * lanes].reshape(_RESULTS, lanes)
+            self._views[buffer, lanes] = found
+        return found
 
     def read(self) -> Outcomes:
         """Wait for the oldest step in flight and return what it chose; it is in flight no more, even if this raises."""
@@ -277,7 +288,7 @@ class Steps:
             flags.tolist(),
             flight.plain,
             flight.searched,
-            self._states(flight.buffer)[: len(flight.searched)].tolist(),
+            self._states(flight.buffer, len(flight.searched)).tolist(),
         )
 
 

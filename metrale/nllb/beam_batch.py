@@ -180,6 +180,7 @@ class BeamBatch:
         model = self._model
         with ExitStack() as stack:
             self._buffers: list[tuple[NDArray[np.int32], NDArray[np.int32], int]] = []
+            self._views: dict[tuple[int, int, int], tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
             lanes = self._capacity.max_sequences
             for _ in range(self._lag + 1):
                 memory = model.alloc_host_pinned((_RESULTS + 1) * lanes * 4)
@@ -268,8 +269,7 @@ class BeamBatch:
 
     def _choose(self, decoding: list[_Job], joining: list[_Job], buffer: int) -> tuple[list[_Job], list[_Job]]:
         """Let every search and every greedy request of a step choose; return them in the order of their results."""
-        model = self._model
-        flags, choices, event = self._buffers[buffer]
+        model, event = self._model, self._buffers[buffer][-1]
         searches: list[_Job] = []
         greedy: list[_Job] = []
         rows: list[DevicePtr] = []
@@ -283,13 +283,23 @@ class BeamBatch:
                 searches.append(job)
                 rows.append(base.offset(row * row_bytes))
             row += 1 if job.is_greedy or id(job) in joined else job.beams.num_beams
+        flags, choices = self._places(buffer, len(searches), len(greedy))
         if searches:
-            model.select_beams_to_feed(rows, [job.live for job in searches], flags[: len(searches)], event)
+            model.select_beams_to_feed(rows, [job.live for job in searches], flags, event)
         if greedy:
-            dst = choices[: _RESULTS * len(greedy)].reshape(_RESULTS, -1)
             seqs = [job.live for job in greedy]
-            model.sample_batch_to_feed(base.offset(first_greedy * row_bytes), seqs, dst, event, logprobs=True)
+            model.sample_batch_to_feed(base.offset(first_greedy * row_bytes), seqs, choices, event, logprobs=True)
         return searches, greedy
+
+    def _places(self, buffer: int, searches: int, greedy: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return where the results of so many of either kind go: the same arrays each time, which copies know then."""
+        key = (buffer, searches, greedy)
+        found = self._views.get(key)
+        if found is None:
+            flags, choices, _ = self._buffers[buffer]
+            found = flags[:searches], choices[: _RESULTS * greedy].reshape(_RESULTS, greedy)
+            self._views[key] = found
+        return found
 
     # results
 
@@ -297,12 +307,11 @@ class BeamBatch:
         """Wait for the oldest step in flight, and end the requests that it ended."""
         searches, greedy, buffer = self._flights.popleft()
         self._free.append(buffer)
-        flags, choices, event = self._buffers[buffer]
-        self._model.event_synchronize(event)
-        for job, state in zip(searches, flags[: len(searches)].tolist(), strict=True):
+        flags, results = self._places(buffer, len(searches), len(greedy))
+        self._model.event_synchronize(self._buffers[buffer][-1])
+        for job, state in zip(searches, flags.tolist(), strict=True):
             if job.seq is not None and state & BEAM_DONE_FLAG:
                 self._end(job, [] if state & BEAM_NOT_FINITE_FLAG else self._model.take_beams(job.live), state)
-        results = choices[: _RESULTS * len(greedy)].reshape(_RESULTS, -1)
         for job, token, logprob, state in zip(
             greedy, results[0].tolist(), results[1].view(np.float32).tolist(), results[2].tolist(), strict=True
         ):

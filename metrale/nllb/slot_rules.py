@@ -20,7 +20,7 @@ from metrale.nllb.staging import Ring
 from metrale.nllb.workspace import Workspace
 from metrale.ops.processing import BANNED, SUPPRESS, WORDS, encoded_words
 
-_UPLOADS_AHEAD: Final = 4
+UPLOADS_AHEAD: Final = 4
 
 
 class SlotRules:
@@ -42,7 +42,7 @@ class SlotRules:
         with ExitStack() as undo:
 
             def ring(words: int) -> Ring:
-                made = Ring(gpu, 4 * words, _UPLOADS_AHEAD)
+                made = Ring(gpu, 4 * words, UPLOADS_AHEAD)
                 undo.callback(made.free)
                 return made
 

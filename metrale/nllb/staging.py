@@ -223,7 +223,7 @@ def runs(parts: Iterable[Part]) -> Iterator[tuple[DevicePtr, int, int]]:
 class Ring:
     """Page-locked slots for small uploads that recur, each reused only when the device has copied what it held.
 
-    The host can be as many uploads ahead of the device as there are slots; then it waits.
+    The host can be as many uploads ahead of the device as there are slots, less those of a part; then it waits.
 
     Parameters
     ----------
@@ -231,6 +231,9 @@ class Ring:
     slot_bytes : int
         Bytes of one upload.
     slots : int
+    parts : int or None
+        Equal parts of the slots, each of which is reused as a whole: so there is an event for the last upload of each
+        alone. Uploads must then come one after the other on the device, on whatever streams. None: a slot is a part.
 
     Attributes
     ----------
@@ -243,10 +246,11 @@ class Ring:
         When the memory cannot be had; nothing stays allocated.
     """
 
-    def __init__(self, gpu: GpuBackend, slot_bytes: int, slots: int) -> None:
+    def __init__(self, gpu: GpuBackend, slot_bytes: int, slots: int, parts: int | None = None) -> None:
         self._gpu = gpu
         self.slots: list[NDArray[np.uint8]] = []
         self._events: list[int] = []
+        self._each = slots // (parts or slots)
         self._next = 0
         size = -(-slot_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
         with ExitStack() as undo:
@@ -254,22 +258,26 @@ class Ring:
             undo.callback(gpu.free_host_pinned, memory)
             for start in range(0, size * slots, size):
                 self.slots.append(memory.array[start : start + slot_bytes])
+            for _ in range(slots // self._each):
                 self._events.append(gpu.create_event())
                 undo.callback(gpu.destroy_event, self._events[-1])
             self._teardown = undo.pop_all()
 
     def take(self) -> int:
         """Return the number of the next slot, to be filled and then sent. Waits while its last copy is not done."""
-        event = self._events[self._next]
-        if not self._gpu.event_query(event):  # one that was never recorded has happened
-            self._gpu.event_synchronize(event)
+        if self._next % self._each == 0:
+            event = self._events[self._next // self._each]
+            if not self._gpu.event_query(event):  # one that was never recorded has happened
+                self._gpu.event_synchronize(event)
         return self._next
 
     def send(self, at: DevicePtr, stream: StreamLike) -> None:
         """Enqueue the copy of the slot that `take` returned, and go on to the next slot."""
         self._gpu.copy_h2d_async(self.slots[self._next], at, stream)
-        self._gpu.record_event(self._events[self._next], stream)
-        self._next = (self._next + 1) % len(self.slots)
+        after = self._next + 1
+        if after % self._each == 0:
+            self._gpu.record_event(self._events[self._next // self._each], stream)
+        self._next = after % len(self.slots)
 
     def free(self) -> None:
         """Free the slots. Copies that are enqueued may still read them. Calling it again does nothing."""

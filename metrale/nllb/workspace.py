@@ -57,7 +57,11 @@ BEAM_COLUMNS: Final[Columns] = {
 """The parameters of the ops ``beam_candidates``, by row, and ``beam_select``, by search and by beam."""
 
 UPLOADS_AHEAD: Final = 4
-"""Passes of one side that the host may enqueue before the device has begun the first of them."""
+"""Passes of one side that the host may enqueue, at least, before the device has begun the first of them."""
+
+UPLOAD_PARTS: Final = 2
+"""Of a table's slots: one is refilled while the device copies from the other. An event for each upload instead would
+take the host longer than to enqueue the upload."""
 
 
 class Table:
@@ -85,7 +89,7 @@ class Table:
         layout = table_layout(columns, rows)
         self._base = base
         self.places: Final = {name: base.offset(start) for name, start in layout.offsets.items()}
-        self._ring = Ring(gpu, layout.nbytes, UPLOADS_AHEAD)
+        self._ring = Ring(gpu, layout.nbytes, UPLOAD_PARTS * UPLOADS_AHEAD, UPLOAD_PARTS)
         self._columns = [
             {
                 name: slot[start : start + _column_bytes(columns[name], rows)].view(dtypes.NUMPY[columns[name][0]])
@@ -99,9 +103,9 @@ class Table:
         """Enqueue one copy of all columns and return each column's address, which is always the same.
 
         A column of several elements a row comes as a flat array. Work that reads what the table held before must come
-        before this on ``stream``. The host waits only when it is `UPLOADS_AHEAD` uploads ahead of the device. Whole
-        columns are copied, whatever the number of values: that takes hardly longer, and makes equal launches of passes
-        that differ only in what their tables hold.
+        before this on ``stream``. Uploads come one after the other on the device, on whatever streams; the host waits
+        only when it is `UPLOADS_AHEAD` of them ahead, or more. Whole columns are copied, whatever the number of values:
+        that takes hardly longer, and makes equal launches of passes that differ only in what their tables hold.
         """
         for name, column in self._columns[self._ring.take()].items():
             column[: len(values[name])] = values[name]

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, Final
 
 import numpy as np
 import pytest
 
 from gpu_runtime.backend import GpuBackend
-from gpu_runtime.errors import InvalidPointer
+from gpu_runtime.errors import DeviceError, InvalidPointer
 from metrale.ops import layer_norm
 from tests.backends import Device, cuda_only, damaged
 from tests.gpu.copies import watched
@@ -211,6 +212,27 @@ def test_a_graph_keeps_page_locked_memory_that_was_given_up(toy_gpu: GpuBackend)
         toy_gpu.free_host_pinned(one)
 
 
+def test_a_destroyed_graph_keeps_what_its_launches_need(toy_gpu: GpuBackend) -> None:
+    """The launch waits behind a kernel that takes 30 ms; the graph and its host memory are given up meanwhile."""
+    for stream in (0, toy_gpu.create_stream()):
+        memory, x, y = toy_gpu.alloc_host_pinned(16), upload(toy_gpu, X), upload(toy_gpu, X)
+        memory.array.view(np.float32)[:] = 7
+        toy_gpu.begin_capture(stream)
+        toy_gpu.copy_h2d_async(memory.array, x, stream)
+        graph = toy_gpu.end_capture(stream)
+        toy_gpu.free_host_pinned(memory)
+        del memory
+        launch(toy_gpu, values(y, y, factor=SLOW), stream)
+        toy_gpu.launch_graph(graph, stream)
+        toy_gpu.destroy_graph(graph)
+        gc.collect()
+        taken = [toy_gpu.alloc_host_pinned(16) for _ in range(8)]  # would have its place
+        toy_gpu.synchronize(stream)
+        assert download(toy_gpu, x, X).tolist() == [7] * 4
+        for one in taken:
+            toy_gpu.free_host_pinned(one)
+
+
 def test_a_copy_in_somebody_else_s_capture(toy_gpu: GpuBackend) -> None:
     import cupy
 
@@ -230,6 +252,68 @@ def test_a_copy_in_somebody_else_s_capture(toy_gpu: GpuBackend) -> None:
         stream.synchronize()
         assert result.tolist() == (2 * factor * X).tolist()
     toy_gpu.free_host_pinned(memory)
+
+
+# copies that come again
+
+
+def test_a_copy_that_comes_again_is_checked_again(toy_gpu: GpuBackend) -> None:
+    """The same array, address and stream: quick while all is as it was, and refused or recorded when it is not."""
+    from cupy.cuda import runtime
+
+    memory, ptr, stream = toy_gpu.alloc_host_pinned(32), toy_gpu.alloc(16), toy_gpu.create_stream()
+    source, result = memory.array[:16], memory.array[16:]
+
+    def both() -> None:
+        toy_gpu.copy_h2d_async(source, ptr, stream)
+        toy_gpu.copy_d2h_async(ptr, result, stream)
+        toy_gpu.synchronize(stream)
+
+    for value in (3, 4, 5):
+        source[:] = value
+        both()
+        assert result.tolist() == [value] * 16
+    with toy_gpu.launch_trace() as trace:
+        both()
+    assert [one.name for one in trace if one.kind == "copy"] == ["h2d", "d2h"]
+
+    source[:], result[:] = 6, 0
+    toy_gpu.begin_capture(stream)
+    toy_gpu.copy_h2d_async(source, ptr, stream)
+    toy_gpu.copy_d2h_async(ptr, result, stream)
+    graph = toy_gpu.end_capture(stream)
+    runtime.streamBeginCapture(stream, runtime.streamCaptureModeRelaxed)
+    toy_gpu.copy_h2d_async(source, ptr, stream)
+    toy_gpu.copy_d2h_async(ptr, result, stream)
+    theirs = runtime.graphInstantiate(runtime.streamEndCapture(stream))
+    assert result.tolist() == [0] * 16, "nothing ran"
+    toy_gpu.launch_graph(graph, stream)
+    toy_gpu.synchronize(stream)
+    assert result.tolist() == [6] * 16
+    source[:] = 7
+    runtime.graphLaunch(theirs, stream)
+    toy_gpu.synchronize(stream)
+    assert result.tolist() == [7] * 16
+
+    result.flags.writeable = False
+    with pytest.raises(TypeError, match="read-only"):
+        toy_gpu.copy_d2h_async(ptr, result, stream)
+    result.flags.writeable = True
+    both()
+    toy_gpu.destroy_graph(graph)
+    toy_gpu.destroy_stream(stream)
+    with pytest.raises(DeviceError, match="destroyed"):
+        toy_gpu.copy_h2d_async(source, ptr, stream)
+    toy_gpu.copy_h2d_async(source, ptr)
+    toy_gpu.free(ptr)
+    with pytest.raises(InvalidPointer):
+        toy_gpu.copy_h2d_async(source, ptr)
+    again = [toy_gpu.alloc(16) for _ in range(8)]
+    toy_gpu.copy_h2d_async(source, again[0])
+    toy_gpu.free_host_pinned(memory)
+    toy_gpu.copy_h2d_async(source, again[0])  # ordinary memory, as far as the backend knows
+    toy_gpu.synchronize()
+    assert download(toy_gpu, again[0], np.empty(16, np.uint8)).tolist() == [7] * 16
 
 
 # threads

@@ -326,8 +326,10 @@ MODEL_MUTANTS: list[Mutant] = [
         ("raise min(self._failures", "raise max(self._failures"),
         ("            self._gpu.event_synchronize(event)\n", "            pass\n"),
         ("if not self._gpu.event_query(event):", "if self._gpu.event_query(event):"),
-        ("        self._gpu.record_event(self._events[self._next], stream)\n", ""),
-        ("self._next = (self._next + 1) % len(self.slots)", "self._next = 0"),
+        ("            self._gpu.record_event(self._events[self._next // self._each], stream)\n", "            pass\n"),
+        ("self._next = after % len(self.slots)", "self._next = 0"),
+        ("if self._next % self._each == 0:", "if self._next == 0:"),
+        ("if after % self._each == 0:", "if after == len(self.slots):"),
         ("undo.callback(gpu.destroy_stream, self._lanes[-1][1])", "undo.callback(gpu.default_stream)"),
     ),
     *rules(

@@ -16,7 +16,8 @@ from gpu_runtime.host import HostBackend
 from gpu_runtime.limits import Limits
 from gpu_runtime.streams import StreamLike
 from metrale.model import BeamReq, PrefillSlice
-from metrale.nllb.workspace import UPLOADS_AHEAD, gemm_bytes
+from metrale.nllb.slot_rules import UPLOADS_AHEAD
+from metrale.nllb.workspace import UPLOAD_PARTS, gemm_bytes
 from tests.backends import host_only
 from tests.nllb.conftest import MakeModel
 from tests.nllb.decoding import Case, begin, prefilled
@@ -126,14 +127,15 @@ class Counting(HostBackend):
 @host_only
 @pytest.mark.parametrize("step_graphs", [False, True])
 def test_closing_leaves_no_event_stream_or_pinned_memory(make_tiny: MakeModel, step_graphs: bool) -> None:
-    """While the model lives it has an event for each of its three turns, and page-locked memory with some slots, each
-    with an event, for every table (encoder, prefix, decoder, feed, beams) and for each part of what is told of how ids
-    are chosen (bans, words, history). What a search found is copied on a stream of its own, which does not wait for
-    steps, to page-locked memory of its own, with an event. Steps are captured on another stream of its own."""
+    """While the model lives it has an event for each of its three turns; page-locked memory with some slots for every
+    table (encoder, prefix, decoder, feed, beams), with an event for each part of them; and the same for each part of
+    what is told of how ids are chosen (bans, words, history), with an event for each slot. What a search found is
+    copied on a stream of its own, which does not wait for steps, to page-locked memory of its own, with an event.
+    Steps are captured on another stream of its own."""
     gpu = Counting()
     model = make_tiny(gpu, step_graphs=step_graphs)
-    rings = 5 + 3
-    held = {"event": 3 + rings * UPLOADS_AHEAD + 1, "stream": 1 + step_graphs, "pinned": rings + 1}
+    events = 5 * UPLOAD_PARTS + 3 * UPLOADS_AHEAD
+    held = {"event": 3 + events + 1, "stream": 1 + step_graphs, "pinned": 5 + 3 + 1}
     assert {kind: gpu.count(kind) for kind in held} == held
     before = set(gpu.live)
     model.decode(9, prefilled(model, ONE))

@@ -316,6 +316,19 @@ def test_a_slot_is_reused_only_when_it_was_copied(late: LateBackend) -> None:
     assert late.pinned == []
 
 
+def test_slots_of_a_part_are_reused_when_all_of_them_were_copied(late: LateBackend) -> None:
+    """Eleven uploads to eleven places through four slots in two parts: the host waits once for each part."""
+    places = [late.alloc(300) for _ in range(11)]
+    ring = Ring(late, 300, 4, 2)
+    for value, place in enumerate(places):
+        push(ring, value, place)
+    assert late.waits == 4  # before the 5th, 7th, 9th and 11th
+    late.synchronize()
+    assert [bytes_at(late, place, 300) for place in places] == [bytes([value]) * 300 for value in range(11)]
+    ring.free()
+    assert late.pinned == []
+
+
 @pytest.mark.parametrize("call", ["copy_h2d_async", "record_event"])
 def test_a_ring_goes_on_after_a_failed_upload(late: LateBackend, call: str) -> None:
     place = late.alloc(300)
