@@ -259,6 +259,11 @@ def gemm_reference(
         product += multiply(a32[:, start : start + CHAIN], w32[:, start : start + CHAIN], None)
     if alpha != 1.0:
         product *= np.float32(alpha)
+    finish(product, c, bias, activation=activation, accumulate=accumulate)
+
+
+def finish(product: Array, c: Array, bias: Array | None, *, activation: str, accumulate: bool) -> None:
+    """Store a float32 product, which is overwritten and may be ``c``, in ``c`` after its epilogue."""
     if bias is not None:
         product += bias
     function = ACTIVATIONS[activation]
@@ -266,5 +271,5 @@ def gemm_reference(
         function(product)
     if accumulate:
         np.add(product, c, out=c, casting="unsafe")  # added in float32, rounded as it is stored
-    elif not direct:
+    elif product is not c:
         c[...] = product

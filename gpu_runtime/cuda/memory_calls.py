@@ -42,7 +42,7 @@ class _Ready(NamedTuple):
     dst, src, nbytes, on : int
         ``on`` is the stream's handle.
     removals : tuple of int
-        Blocks of either kind that had been removed: while it stays the same, both spans are where they were.
+        Blocks of either kind that had been given up: while it stays the same, both spans are where they were.
     """
 
     host: Any

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -38,12 +39,16 @@ from metrale.nllb.weights import (
     decoder_layer,
     encoder_layer,
 )
+from metrale.ops.dense import DTYPES as GEMV_DTYPES
 
 _TABLES: Final = {EMBEDDING: "embedding", DECODER_EMBEDDING: "decoder.embedding", HEAD: "head"}
 _POSITIONS: Final = "position_table"
 _HEAD_BIAS: Final = "head.bias"
 CROSS_KV: Final = "decoder.cross_kv"
 _POSITION_ROWS: Final = 256
+
+_NORM_OF: Final = {"qkv": "norm", "cross_q": "cross_norm", "fc1": "ffn_norm"}
+"""The LayerNorm ahead of a product of the decoder."""
 
 _BLOCK: Final = 1 << 20
 """Elements read at once where they must be converted."""
@@ -81,12 +86,20 @@ class LowRank:
 class Dense:
     """Addresses of a matrix ``[n, k]`` and its bias ``[n]``, or of a LayerNorm's two vectors.
 
-    ``low_rank`` is what adapters add to the product, in a model that has room for adapters.
+    Attributes
+    ----------
+    weight, bias : DevicePtr
+    low_rank : LowRank or None
+        What adapters add to the product, in a model that has room for adapters.
+    norm_sums : DevicePtr or None
+        float32 ``[2, n]``, where a LayerNorm is ahead of a product that `metrale.ops.gemv` makes: the sums of its two
+        vectors times each row of the matrix.
     """
 
     weight: DevicePtr
     bias: DevicePtr
     low_rank: LowRank | None = None
+    norm_sums: DevicePtr | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +212,32 @@ def weight_layout(shape: ModelShape) -> Layout:
     layout = Layout()
     for region, names in regions(shape.config, shape.tables):
         layout.add(region, sum(sizes[name] for name in names))
+    for region, n in _norm_sums(shape):
+        layout.add(f"{region}.norm_sums", 2 * n * dtypes.itemsize("f32"))
     layout.add(_HEAD_BIAS, shape.head_rows * shape.itemsize)
     layout.add(_POSITIONS, shape.position_count * shape.config.d_model * dtypes.itemsize("f32"))
     return layout
+
+
+def _norm_sums(shape: ModelShape) -> Iterator[tuple[str, int]]:
+    """Yield the decoder's products that have `Dense.norm_sums`, with how many outputs each has."""
+    config = shape.config
+    outputs = {"qkv": 3 * config.d_model, "cross_q": config.d_model, "fc1": config.decoder_ffn_dim}
+    if shape.dtype in GEMV_DTYPES and not shape.batch_invariant:
+        for index, (part, n) in product(range(config.decoder_layers), outputs.items()):
+            yield f"decoder.{index}.{part}", n
+
+
+def _sum_norms(gpu: GpuBackend, shape: ModelShape, arena: Arena) -> None:
+    """Compute every `Dense.norm_sums` from the weights, which are there, and wait for it."""
+    k = shape.config.d_model
+    for region, n in _norm_sums(shape):
+        layer, part = region.rsplit(".", 1)
+        gamma, beta = (arena[f"{layer}.{_NORM_OF[part]}.{vector}"] for vector in ("weight", "bias"))
+        weight, sums = arena[f"{region}.weight"], arena[f"{region}.norm_sums"]
+        apart = (int(beta) - int(gamma)) // shape.itemsize
+        gpu.gemm(gamma, weight, sums, 2, n, k, dtype=shape.dtype, out_dtype="f32", lda=apart)
+    gpu.synchronize()
 
 
 def _spare_head_elements(shape: ModelShape) -> int:
@@ -227,6 +263,7 @@ def load_weights(gpu: GpuBackend, shape: ModelShape, checkpoint: Checkpoint, fou
     arena = Arena(gpu, layout, tag="weights")
     try:
         send(gpu, list(_transfers(shape, checkpoint, found, arena)))
+        _sum_norms(gpu, shape, arena)
     except BaseException:
         arena.free()
         raise
@@ -294,8 +331,11 @@ def _addresses(arena: Arena, shape: ModelShape) -> DeviceWeights:
     config = shape.config
     source, target, head = (arena[_TABLES[name]] for name in shape.tables)
 
+    summed = {region for region, _ in _norm_sums(shape)}
+
     def dense(region: str) -> Dense:
-        return Dense(arena[f"{region}.weight"], arena[f"{region}.bias"])
+        sums = arena[f"{region}.norm_sums"] if region in summed else None
+        return Dense(arena[f"{region}.weight"], arena[f"{region}.bias"], norm_sums=sums)
 
     encoder_parts, decoder_parts = _encoder_blocks(encoder_layer(0)), _decoder_blocks(decoder_layer(0))
     return DeviceWeights(

@@ -212,7 +212,7 @@ class Rows:
         """
         k = self.shape.config.d_model if k is None else k
         low_rank = None if self.adapters.is_null else weights.low_rank
-        way = self._way(n, k, low_rank is not None)
+        way = self._way(weights, n, k, low_rank is not None)
         if norm is not None and not way.norms:
             self.norm(norm, source)
             norm = None
@@ -224,10 +224,11 @@ class Rows:
         if kv is not None and not way.places:
             self._scatter(out, n, kv)
 
-    def _way(self, n: int, k: int, adapted: bool) -> _Way:
+    def _way(self, weights: Dense, n: int, k: int, adapted: bool) -> _Way:
         """Return how a product is made. Where adapters add to it, it is the plain one."""
         short, clusters = self.shape.dtype in THIN_DTYPES, self.gpu.limits().max_cluster > 1
-        thin, clustered, library = (
+        single, thin, clustered, library = (
+            _Way(self._single, weights.norm_sums is not None, True),
             _Way(self._thin, True, True),
             _Way(self._clustered, False, True),
             _Way(self._multiply),
@@ -236,7 +237,9 @@ class Rows:
             way = clustered if clusters else thin
         elif not short:
             way = library
-        elif self.count == 1 or (self.count <= THIN_ROWS and n * k <= THIN_WEIGHTS):
+        elif self.count == 1:
+            way = single
+        elif self.count <= THIN_ROWS and n * k <= THIN_WEIGHTS:
             way = thin
         elif clusters and n * k <= THIN_WEIGHTS and self.count <= _most_clustered(min(n, k)):
             way = clustered
@@ -270,16 +273,21 @@ class Rows:
         for count, options in self._launches(p):
             ops.cluster_linear(self.gpu, **options, rows=count, out_stride=p.n)
 
-    def _thin(self, p: _Product) -> None:
+    def _single(self, p: _Product) -> None:
         norm: dict[str, Any] = {"eps": LAYER_NORM_EPS}  # without a norm, too: no launch that has a 0.0 is kept
+        if p.norm is not None:
+            norm |= {"gamma": p.norm.weight, "sums": p.weights.norm_sums}
+            p = p._replace(source=self.x)
+        for _, options in self._launches(p):
+            ops.gemv(self.gpu, **options, **norm)
+
+    def _thin(self, p: _Product) -> None:
+        norm: dict[str, Any] = {"eps": LAYER_NORM_EPS}
         if p.norm is not None:
             norm |= {"gamma": p.norm.weight, "beta": p.norm.bias}
             p = p._replace(source=self.x)
         for count, options in self._launches(p):
-            if self.count == 1 and not self.invariant:
-                ops.gemv(self.gpu, **options, **norm)
-            else:
-                ops.thin_linear(self.gpu, **options, **norm, rows=count, out_stride=p.n)
+            ops.thin_linear(self.gpu, **options, **norm, rows=count, out_stride=p.n)
 
     def _launches(self, p: _Product) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield for each launch of a product how many rows it has, and what our own ops are told all alike."""

@@ -185,7 +185,7 @@ def cluster_linear(
         and ``positions`` is NULL.
     """
     kv_from = n if kv_from is None else kv_from
-    dense.check(SPEC.name, NULL, NULL, spans, positions, n, kv_from, activation, residual)
+    dense.check(SPEC.name, (("gamma", NULL), ("beta", NULL)), spans, positions, n, kv_from, activation, residual)
     strides = (k if x_stride is None else x_stride, kv_from if out_stride is None else out_stride)
     tensors = (x, weight, bias or NULL, out, spans or NULL, positions or NULL)
     options = (ACTIVATION_NAMES.index(activation), int(residual), kv_from, kv_offset, kv_stride)

@@ -8,6 +8,7 @@ as `kv_scatter` would bring them there: column ``c >= kv_from`` of row ``r`` bec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -74,13 +75,12 @@ def check_sizes(op: str, dims: Any, most: dict[str, int]) -> None:
             raise ValueError(f"{op}: {name}: expected 1 to {limit}, got {dims[name]}")
 
 
-def check_pairs(op: str, *, gamma: object, beta: object, spans: object, positions: object) -> None:
-    """Raise ValueError when one address of a pair is None and the other is not."""
-    for first, second in (({"gamma": gamma}, {"beta": beta}), ({"spans": spans}, {"positions": positions})):
-        pair = first | second
-        missing, given = sorted(pair, key=lambda name: pair[name] is not None)
-        if pair[missing] is None and pair[given] is not None:
-            raise ValueError(f"{op}: {missing}: expected an address, as {given} has one, got NULL")
+def check_pairs(op: str, *pairs: tuple[str, object]) -> None:
+    """Raise ValueError when some of a few addresses, each with its name, are None and others are not."""
+    missing = next((name for name, address in pairs if address is None), None)
+    given = next((name for name, address in pairs if address is not None), None)
+    if missing is not None and given is not None:
+        raise ValueError(f"{op}: {missing}: expected an address, as {given} has one, got NULL")
 
 
 def check_columns(op: str, n: int, kv_from: int, *, in_place: bool, activation: str, residual: bool) -> None:
@@ -100,8 +100,7 @@ def check_columns(op: str, n: int, kv_from: int, *, in_place: bool, activation: 
 
 def check(
     op: str,
-    gamma: int,
-    beta: int,
+    norm: tuple[tuple[str, int], tuple[str, int]],
     spans: int,
     positions: int,
     n: int,
@@ -109,27 +108,39 @@ def check(
     activation: str,
     residual: bool,
 ) -> None:
-    """Check a launcher's arguments, in which NULL is 0 or None."""
-    check_pairs(op, gamma=gamma or None, beta=beta or None, spans=spans or None, positions=positions or None)
+    """Check a launcher's arguments, in which NULL is 0 or None. ``norm``: what it normalises by, with the names."""
+    check_pairs(op, *((name, address or None) for name, address in norm))
+    check_pairs(op, ("spans", spans or None), ("positions", positions or None))
     check_columns(op, n, kv_from, in_place=bool(spans), activation=activation, residual=residual)
+
+
+Multiply = Callable[..., None]
+"""Computes a product with its epilogue into an array, given ``activation`` and ``accumulate`` by name."""
 
 
 def reference(op: str, memory: DeviceMemory, v: dict[str, Any], x: Array, out: Array) -> None:
     """LayerNorm's reference, rounded to the element type, and the product's by rows, which ``x`` and ``out`` have."""
-    gamma, beta, spans, positions = (v[name] for name in ("gamma", "beta", "spans", "positions"))
-    check_pairs(op, gamma=gamma, beta=beta, spans=spans, positions=positions)
-    activation, residual = ACTIVATION_NAMES[v["activation"]], bool(v["residual"])
-    in_place, kv_from = spans is not None, v["kv_from"]
-    rows, (n, k) = len(x), v["weight"].shape
-    check_columns(op, n, kv_from, in_place=in_place, activation=activation, residual=residual)
+    gamma, beta = v["gamma"], v["beta"]
+    check_pairs(op, ("gamma", gamma), ("beta", beta))
+    rows, k = len(x), v["weight"].shape[1]
     if gamma is not None:
         plain, x = x, np.empty((rows, k), dtype=x.dtype)
         normalise(x=plain, weight=gamma, bias=beta, out=x, rows=rows, width=k, eps=v["eps"])
-    product = np.empty((rows, n), dtype=x.dtype) if in_place else out
-    gemm_reference(x, v["weight"], product, v["bias"], activation=activation, accumulate=residual, by_row=True)
+    bring(op, memory, v, out, lambda c, **options: gemm_reference(x, v["weight"], c, v["bias"], by_row=True, **options))
+
+
+def bring(op: str, memory: DeviceMemory, v: dict[str, Any], out: Array, multiply: Multiply) -> None:
+    """Let ``multiply`` make the product, ``[rows, n]``, and bring its columns where the options say."""
+    spans, positions = v["spans"], v["positions"]
+    check_pairs(op, ("spans", spans), ("positions", positions))
+    activation, residual = ACTIVATION_NAMES[v["activation"]], bool(v["residual"])
+    in_place, kv_from, n = spans is not None, v["kv_from"], len(v["weight"])
+    check_columns(op, n, kv_from, in_place=in_place, activation=activation, residual=residual)
+    product = np.empty((len(out), n), dtype=out.dtype) if in_place else out
+    multiply(product, activation=activation, accumulate=residual)
     if in_place:
         out[...] = product[:, :kv_from]
-        where = {"offset": v["kv_offset"], "stride": v["kv_stride"], "dtype": dtypes.name_of(x.dtype)}
+        where = {"offset": v["kv_offset"], "stride": v["kv_stride"], "dtype": dtypes.name_of(out.dtype)}
         if kv_from < n:
             memory.scatter_rows(spans, positions, product[:, kv_from:], **where)
 

@@ -4,6 +4,11 @@
 `thin_linear` for one row, in which reading the weights is all that takes time; `metrale.ops.dense` says what it
 computes. The kernel begins to read the weights before the kernel ahead of it has ended. An output head is such a layer,
 too: the longest there is.
+
+LayerNorm is applied to the products' sums, not to x, so that it takes no time of its own. With m and s the mean and the
+deviation of x, the product of LayerNorm(x) with a row W of the weights is ``(sum gamma x W - m sum gamma W) / s + sum
+beta W``, where the last two sums, which do not depend on x, are arguments. What is rounded to the element type is
+``gamma x``: the result is that of an x whose elements are rounded once more, however far its mean is from 0.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import metrale_kernels
 import numpy as np
 
 from gpu_runtime.backend import NULL, GpuBackend
+from gpu_runtime.gemm import finish, gemm_reference
 from gpu_runtime.limits import Limits
 from gpu_runtime.op import REGISTRY, DeviceMemory, Dims, Inputs, LaunchPlan, Op, OpSpec, scalar, tensor
 from gpu_runtime.streams import StreamLike
@@ -61,17 +67,18 @@ MOST_N: Final = 1 << 30
 
 _WARPS: Final = 8  # of a block, at most
 _SLICE: Final = 512  # columns whose products a warp sums
-_CHUNK: Final = 256  # columns whose moments a warp forms
+_HEADROOM: Final = 0.0625  # gamma x may be past what float16 holds where x is not
 _LONG: Final = 1 << 23  # elements of weights past which blocks that stay pay, or at least more rows a warp
 _PACK: Final = 8  # elements that a ring's copies are multiples of
 _RING: Final = 3 * 8192 + 128  # bytes of a warp's ring: slots, and a line for their barriers
-_MOST_STAGED: Final = 8192  # columns that the kernel normalises in shared memory
 
 SPEC: Final = OpSpec(
     name="gemv",
     args=(
         tensor("x", "in", "T", "k"),
-        *dense.WEIGHTS,
+        tensor("gamma", "in", "T", "k", optional=True),
+        tensor("sums", "in", "f32", 2, "n", optional=True),
+        *dense.MATRIX,
         tensor("out", "inout", "T", "kv_from", reads_when="residual"),
         tensor("spans", "in", "u64", 1, optional=True),
         tensor("positions", "in", "i32", 1, optional=True),
@@ -86,10 +93,11 @@ SPEC: Final = OpSpec(
 )
 
 
-def shared_bytes(variant: Variant, k: int) -> int:
-    """Return the shared memory of a block without rings: its sums, moments, and x where it is normalised there."""
-    staged = -(-k // _CHUNK) * _CHUNK * 2 if k <= _MOST_STAGED else 0
-    return _WARPS * variant.slices * _WARPS * variant.rows * 4 + _MOST_STAGED // _CHUNK * 8 + staged
+def shared_bytes(variant: Variant) -> int:
+    """Return the shared memory of a block without rings: its sums, those of x, and what all its warps have of x."""
+    slices = _WARPS * variant.slices
+    staged = variant.slices * _SLICE * 2 if variant.ringed else 0
+    return slices * _WARPS * variant.rows * 4 + slices * 8 + staged
 
 
 def shape(variant: Variant, k: int) -> tuple[int, int]:
@@ -103,7 +111,7 @@ def plans(dims: Dims, dtype: str, limits: Limits) -> dict[str, LaunchPlan]:
     n, k = dims["n"], dims["k"]
     found = {}
     for name, variant in VARIANTS.items():
-        shared = shared_bytes(variant, k)
+        shared = shared_bytes(variant)
         if variant.ringed:
             along, groups = 1, min((limits.max_shared_bytes - shared) // _RING, _WARPS)
             blocks, shared = limits.sm_count, shared + groups * _RING
@@ -143,17 +151,39 @@ def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
 
 
 def reference(*, memory: DeviceMemory, x: Array, out: Array, n: int, **values: Any) -> None:
-    """`metrale.ops.dense.reference` of one row."""
-    dense.reference(SPEC.name, memory, values, x[None], out[None])
+    """`metrale.ops.dense.reference` of one row, but for LayerNorm, which is applied to the sums."""
+    gamma, sums, weight, bias = (values[name] for name in ("gamma", "sums", "weight", "bias"))
+    dense.check_pairs(SPEC.name, ("gamma", gamma), ("sums", sums))
+
+    def multiply(c: Array, **options: Any) -> None:
+        if gamma is None:
+            gemm_reference(x[None], weight, c, bias, by_row=True, **options)
+            return
+        x32 = x.astype(np.float32)
+        scaled = (x32 * gamma.astype(np.float32) * np.float32(_HEADROOM)).astype(x.dtype)
+        product = np.empty((1, n), dtype=np.float32)
+        gemm_reference(scaled[None], weight, product, by_row=True)
+        mean = x32.mean(dtype=np.float32)
+        deviation = np.sqrt(np.mean(np.square(x32 - mean), dtype=np.float32) + np.float32(values["eps"]))
+        product /= np.float32(_HEADROOM)
+        product -= mean * sums[0]
+        product /= deviation
+        product += sums[1]
+        finish(product, c, bias, **options)
+
+    dense.bring(SPEC.name, memory, values, out[None], multiply)
 
 
 def make_inputs(rng: np.random.Generator, dtype: str, **options: Any) -> Inputs:
     """Return those of `metrale.ops.dense.make_inputs` with one row."""
     found = dict(dense.make_inputs(rng, dtype, rows=1, **options))
-    x, out = found["x"], found["out"]
+    x, out, gamma, beta, weight = (found[name] for name in ("x", "out", "gamma", "beta", "weight"))
     assert isinstance(x, np.ndarray)
     assert isinstance(out, np.ndarray)
-    one_row = {**found, "x": x[0], "out": out[0]}
+    sums = None
+    if isinstance(gamma, np.ndarray) and isinstance(beta, np.ndarray) and isinstance(weight, np.ndarray):
+        sums = np.stack((gamma, beta)).astype(np.float32) @ weight.astype(np.float32).T
+    one_row = {**found, "x": x[0], "out": out[0], "sums": sums}
     return {arg.name: one_row[arg.name] for arg in SPEC.args}
 
 
@@ -171,6 +201,7 @@ CASES: Final = (
     {"n": 40, "k": 24, "activation": "silu"},
     {"n": 24, "k": 64, "norm": True, "std": 3e-3},  # a variance near eps, where eps decides
     {"n": 24, "k": 1024, "norm": True, "std": 30.0},
+    {"n": 24, "k": 1024, "norm": True, "std": 12_000.0},  # gamma x is past what float16 holds
     {"n": 45, "k": 1032, "norm": True, "bias": False},  # three warps a row
     {"n": 9, "k": 3, "norm": True, "residual": True},
     {"n": 3072, "k": 1024, "norm": True, "kv": 2048},  # keys and values in place
@@ -183,7 +214,7 @@ CASES: Final = (
     {"n": 501, "k": 5000, "residual": True},
     {"n": 21, "k": 7000, "norm": True},  # more columns than the threads have packs of
     {"n": 10, "k": 9000, "residual": True},  # weights in several batches
-    {"n": 6, "k": 17000, "norm": True},  # more columns than are normalised in shared memory
+    {"n": 6, "k": 17000, "norm": True},
     {"n": 5, "k": 9001, "norm": True},
     {"n": 8456, "k": 1004, "norm": True, "activation": "relu"},  # eight rows a warp
     {"n": 8195, "k": 2048, "norm": True},  # through rings, with shares that differ by a row
@@ -205,7 +236,7 @@ def gemv(
     k: int,
     dtype: str,
     gamma: int = NULL,
-    beta: int = NULL,
+    sums: int = NULL,
     eps: float = 1e-5,
     activation: str = "none",
     residual: bool = False,
@@ -219,23 +250,25 @@ def gemv(
     """Enqueue a dense layer of one row from ``k`` to ``n`` features.
 
     ``x`` is ``[k]``, ``weight`` is ``[n, k]``, ``bias`` is ``[n]``, or NULL for none, and ``out`` is ``[n]``; all of
-    ``dtype``, which is f16 or bf16. With ``gamma`` and ``beta``, both ``[k]``, it is ``LayerNorm(x)`` that is
-    multiplied. With ``residual`` the result is added to what ``out`` holds, and no activation may be named.
+    ``dtype``, which is f16 or bf16. With ``gamma``, ``[k]``, and ``sums``, float32 ``[2, n]``, it is ``LayerNorm(x)``
+    that is multiplied: ``sums`` are those of gamma, and of beta, times each row of the weights. With ``residual`` the
+    result is added to what ``out`` holds, and no activation may be named.
 
     With ``spans`` (uint64 ``[1]``) and ``positions`` (int32 ``[1]``) the columns from ``kv_from`` on go into the KV
     cache as `metrale.ops.dense` says, and ``out`` is ``[kv_from]``. Neither a residual nor an activation goes with it.
 
     The kernel may start before the ones ahead of it on the stream have ended. No kernel that may still run then may
-    write ``gamma``, ``beta``, ``weight``, ``bias``, ``spans`` or ``positions``.
+    write ``gamma``, ``sums``, ``weight``, ``bias``, ``spans`` or ``positions``.
 
     Raises
     ------
     ValueError
-        When the activation is unknown, options do not go together, only one of ``gamma`` and ``beta`` or of ``spans``
+        When the activation is unknown, options do not go together, only one of ``gamma`` and ``sums`` or of ``spans``
         and ``positions`` is NULL, or a size is too large.
     """
     kv_from = n if kv_from is None else kv_from
-    dense.check(SPEC.name, gamma, beta, spans, positions, n, kv_from, activation, residual)
-    tensors = (x, gamma or NULL, beta or NULL, weight, bias or NULL, out, spans or NULL, positions or NULL)
+    norm = (("gamma", gamma), ("sums", sums))
+    dense.check(SPEC.name, norm, spans, positions, n, kv_from, activation, residual)
+    tensors = (x, gamma or NULL, sums or NULL, weight, bias or NULL, out, spans or NULL, positions or NULL)
     options = (eps, ACTIVATION_NAMES.index(activation), int(residual), kv_from, kv_offset, kv_stride)
     OP.launch(gpu, dtype, (*tensors, n, k, *options), stream)

@@ -217,7 +217,8 @@ def thin_linear(
         and ``beta`` or of ``spans`` and ``positions`` is NULL.
     """
     kv_from = n if kv_from is None else kv_from
-    dense.check(SPEC.name, gamma, beta, spans, positions, n, kv_from, activation, residual)
+    norm = (("gamma", gamma), ("beta", beta))
+    dense.check(SPEC.name, norm, spans, positions, n, kv_from, activation, residual)
     strides = (k if x_stride is None else x_stride, kv_from if out_stride is None else out_stride)
     tensors = (x, gamma or NULL, beta or NULL, weight, bias or NULL, out, spans or NULL, positions or NULL)
     options = (eps, ACTIVATION_NAMES.index(activation), int(residual), kv_from, kv_offset, kv_stride)

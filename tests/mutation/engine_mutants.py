@@ -22,7 +22,7 @@ ENGINE_MUTANTS: list[Mutant] = [
         ("sorted(decoding, key=_IS_SEARCH, reverse=True)", "list(decoding)"),
         ("sorted(joining, key=_IS_SEARCH)", "list(joining)"),
         ("row += lane.rows", "row += 1"),
-        ("return self._buffers[buffer][-self._rows :]", "return self._buffers[buffer][: self._rows]"),
+        ("self._buffers[buffer][-self._rows :]", "self._buffers[buffer][: self._rows]"),
     ),
     *rules(
         "requests with beams",

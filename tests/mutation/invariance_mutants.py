@@ -16,7 +16,7 @@ INVARIANCE_MUTANTS: list[Mutant] = [
         _GROUP,
         "metrale.nllb.layers",
         _MODEL,
-        ("if self.count == 1 and not self.invariant:", "if self.count == 1:"),
+        ("if self.invariant and short:", "if self.invariant and short and self.count > 1:"),
         ("if self.invariant and short:", "if False:"),
         ("if self.invariant and short:", "if self.invariant:"),
         ("self.shape.product_rows(count) if self.invariant else count", "count"),

@@ -316,8 +316,22 @@ def cluster_linear(v: Values) -> dict[str, Array]:
 
 
 def gemv(v: Values) -> dict[str, Array]:
-    found = thin_linear({**v, "rows": 1, "x": v["x"][None], "out": v["out"][None]})
-    return {**found, "out": found["out"][0]}
+    from metrale.ops.linear import ACTIVATION_NAMES
+
+    x, product = _f64(v["x"]), _f64(v["x"]) @ _f64(v["weight"]).T
+    if v["gamma"] is not None:
+        exact = x * _f64(v["gamma"])
+        scaled = _f64((exact / 16).astype(v["x"].dtype)) * 16  # rounded, but not to infinity
+        product = (scaled @ _f64(v["weight"]).T - x.mean() * _f64(v["sums"][0])) / np.sqrt(x.var() + v["eps"])
+        product += _f64(v["sums"][1])
+    if v["bias"] is not None:
+        product += _f64(v["bias"])
+    product = np.vectorize(ACTIVATIONS[ACTIVATION_NAMES[v["activation"]]], otypes=[np.float64])(product)
+    out = product[: v["kv_from"]] + (_f64(v["out"]) if v["residual"] else 0)
+    if v["spans"] is None:
+        return {"out": out}
+    kept = {"src": product[None, v["kv_from"] :], "width": v["n"] - v["kv_from"], "offset": v["kv_offset"]}
+    return {"out": out, **kv_scatter({**v, "rows": 1, **kept})}
 
 
 def lora_down(v: Values) -> dict[str, Array]:

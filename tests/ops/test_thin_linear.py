@@ -16,7 +16,7 @@ from metrale.ops.linear import ACTIVATION_NAMES
 from metrale.ops.thin_linear import MOST_ROWS, OP, VARIANTS, plan, plans, shared_bytes
 from tests.backends import cuda_only
 from tests.ops import dense_layers
-from tests.ops.dense_layers import DECODER, REFUSED, REFUSED_NORMS
+from tests.ops.dense_layers import DECODER, REFUSED, refused_norms
 
 
 @pytest.mark.parametrize("dtype", OP.spec.dtypes)
@@ -33,7 +33,7 @@ def test_in_place_is_a_product_and_a_copy_to_the_bit(gpu: GpuBackend, dtype: str
 
 def test_what_is_refused(gpu: GpuBackend) -> None:
     rows = (f"rows: expected 1 to {MOST_ROWS}, got 65", {"rows": 65})
-    dense_layers.check_refusals(gpu, OP, thin_linear, [*REFUSED, *REFUSED_NORMS, rows], rows=1)
+    dense_layers.check_refusals(gpu, OP, thin_linear, [*REFUSED, *refused_norms("beta"), rows], rows=1)
 
 
 @pytest.mark.parametrize(("n", "k"), [*DECODER, (1, 1), (8, 33), (5000, 500), (16, 100_000), (40, 1 << 24)])
