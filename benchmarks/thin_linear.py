@@ -33,6 +33,7 @@ from gpu_runtime import GpuBackend, LaunchPlan, Op, dtypes
 from metrale.bench.machine import describe
 from metrale.bench.timing import Clock, open_device, random_buffer
 from metrale.ops.cluster_linear import OP as CLUSTER
+from metrale.ops.cluster_linear import cluster_of, part_chains
 from metrale.ops.cluster_linear import plan as cluster_plan
 from metrale.ops.cluster_linear import plans as cluster_plans
 from metrale.ops.gemv import OP as GEMV
@@ -147,6 +148,7 @@ class Bench:
             "activation": activation,
             "residual": residual,
             "kv_from": layer.n,
+            "part": part_chains(layer.k, cluster_of(layer.n, layer.k, self.gpu.limits())),
         }
         return tuple(named.get(arg.name, 0) for arg in op.spec.args)  # nothing goes into a KV cache
 

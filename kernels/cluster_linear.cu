@@ -12,8 +12,9 @@
 //            memory: metrale.ops.cluster_linear.shared_bytes. May begin before the kernel ahead has ended, if nothing
 //            that is still under way writes weight, bias, spans or positions.
 // Aliasing   out and the places in the KV cache overlap nothing that is read.
-// Order      A row's bits depend on its own elements, the weights and the size of the cluster: not on the other rows,
-//            not on its place, not on alignment.
+// Order      That of common/chains.cuh, where each block of a cluster has a part: a row's bits depend on its own elements,
+//            the weights and the size of the cluster: not on the other rows, not on its place, not on alignment. They are
+//            those of thin_linear with parts as long.
 // Numbers    Products of T summed in float on the tensor cores; bias, activation and residual in float.
 //
 // For few rows, up to 64: the weights are read once, and then x, which every block needs, is the limit. So the blocks of
@@ -24,6 +25,7 @@
 #include "common/activation.cuh"
 #include "common/attention.cuh"
 #include "common/bulk.cuh"
+#include "common/chains.cuh"
 #include "common/cluster.cuh"
 #include "common/dependent.cuh"
 #include "common/kv_places.cuh"
@@ -32,10 +34,8 @@ constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * WARP;
 constexpr int MOST_ROWS = 64;     // of x
 constexpr int ROWS_AT_ONCE = 16;  // rows of x that the tensor cores take
-constexpr int UNIT = 128;         // columns that parts of k are counted in
-constexpr int STEP = 32;          // columns that a warp multiplies at a time
 constexpr int STEP_BYTES = 2 * STEP;
-constexpr int PAD_BYTES = 16;     // between rows of x, or of the weights, in shared memory: no bank conflicts
+constexpr int PAD_BYTES = 64;     // between rows of x, or of the weights, in shared memory: no bank conflicts
 constexpr int ROW_WARPS = 2;      // warps that divide the rows; the others divide the columns
 constexpr int TILES = MOST_ROWS / ROWS_AT_ONCE / ROW_WARPS;  // of 16 rows, that a warp has
 constexpr int COLS = 4;           // of 8 columns of the result, that a warp has
@@ -84,7 +84,8 @@ struct Block {
           rank(cluster_rank()),
           rows((l.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE),
           column(static_cast<int>(blockIdx.x) / ranks * COLUMNS) {
-        const int units = (l.k + UNIT - 1) / UNIT, each = (units + ranks - 1) / ranks * UNIT;
+        const int chain = chain_columns(l.k), chains = (l.k + chain - 1) / chain;
+        const int each = (chains + ranks - 1) / ranks * chain;
         part.begin = min(l.k, rank * each);
         part.columns = min(l.k - part.begin, each);
         whole = l.k % PACK<T> == 0 && rows_aligned16(l.x, l.x_stride) && aligned16(l.weight);
@@ -152,22 +153,23 @@ struct Block {
 
     using Sums = float[TILES][COLS][4];
 
-    // What a warp multiplies in a step: of each tile of x, and of each 8 rows of the weights.
+    // What a warp multiplies in a step: of each tile of x rows lane / 4 and lane / 4 + 8, and a row of each 8 of the
+    // weights.
     struct Operands {
-        unsigned x[TILES][2][4], weights[COLS][4];
+        uint4 x[TILES][2], weights[COLS];
     };
 
     __device__ __forceinline__ void load(Operands& to, unsigned x_rows, unsigned weight_rows, int tiles) const {
 #pragma unroll
         for (int c = 0; c < COLS; ++c) {
-            load_matrices(to.weights[c], weight_rows + c * 8 * pitch);
+            to.weights[c] = load_shared(weight_rows + c * 8 * pitch);
         }
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             if (tile < tiles) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    load_matrices(to.x[tile][half], x_rows + tile * ROWS_AT_ONCE * pitch + half * 32);
+                    to.x[tile][half] = load_shared(x_rows + (tile * ROWS_AT_ONCE + half * 8) * pitch);
                 }
             }
         }
@@ -177,25 +179,47 @@ struct Block {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             if (tile < tiles) {
+                const uint4 &a = with.x[tile][0], &b = with.x[tile][1];
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const unsigned(&x)[4] = with.x[tile][half];
+                for (int c = 0; c < COLS; ++c) {
+                    multiply_add(own[tile][c], a.x, b.x, a.y, b.y, with.weights[c].x, with.weights[c].y, T{});
+                }
 #pragma unroll
-                    for (int c = 0; c < COLS; ++c) {
-                        const unsigned(&w)[4] = with.weights[c];
-                        multiply_add(own[tile][c], x[0], x[1], x[2], x[3], w[2 * half], w[2 * half + 1], T{});
-                    }
+                for (int c = 0; c < COLS; ++c) {
+                    multiply_add(own[tile][c], a.z, b.z, a.w, b.w, with.weights[c].z, with.weights[c].w, T{});
                 }
             }
         }
     }
 
-    // Adds some columns to the warp's sums.
-    __device__ __forceinline__ void multiply(int columns, unsigned x_rows, unsigned weight_rows, int tiles,
-                                             Sums& own) const {
+    __device__ __forceinline__ static void clear(Sums& sums) {
+#pragma unroll
+        for (int i = 0; i < TILES * COLS * 4; ++i) {
+            sums[i / (COLS * 4)][i / 4 % COLS][i % 4] = 0.0f;
+        }
+    }
+
+    // Adds the sums of a chain to those of the chains before it.
+    __device__ __forceinline__ static void add(Sums& to, const Sums& chain) {
+#pragma unroll
+        for (int i = 0; i < TILES * COLS * 4; ++i) {
+            to[i / (COLS * 4)][i / 4 % COLS][i % 4] += chain[i / (COLS * 4)][i / 4 % COLS][i % 4];
+        }
+    }
+
+    // Adds some columns to the sums of the warp's chain, which has `left` steps to go; where it has none, `own` is
+    // that of the next chain, and `before` of those that are done.
+    __device__ __forceinline__ void multiply(int columns, unsigned x_rows, unsigned weight_rows, int tiles, int& left,
+                                             Sums& before, Sums& own) const {
         const int steps = tiles > 0 ? (columns + STEP - 1) / STEP : 0;
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
+            if (left == 0) {
+                add(before, own);
+                clear(own);
+                left = chain_columns(layer.k) / STEP;
+            }
+            --left;
             Operands operands;
             load(operands, x_rows + step * STEP_BYTES, weight_rows + step * STEP_BYTES, tiles);
             multiply_step(operands, tiles, own);
@@ -333,9 +357,10 @@ struct Block {
         const int first_row = row_warp * (TILES * ROWS_AT_ONCE);
         const int first_column = threadIdx.x / WARP / ROW_WARPS * (COLS * 8);
         const int tiles = min(TILES, (rows - first_row) / ROWS_AT_ONCE);  // that the warp has; below 1, none
-        const unsigned x_rows = xs + (first_row + lane % 16) * pitch + lane / 16 * 16;
-        const unsigned weight_rows = weights + (first_column + lane % 8) * pitch + lane / 8 * 16;
-        Sums own = {};
+        const unsigned x_rows = xs + (first_row + lane / LANES) * pitch + lane % LANES * 16;
+        const unsigned weight_rows = weights + (first_column + lane / LANES) * pitch + lane % LANES * 16;
+        Sums chains = {}, own = {};
+        int left = chain_columns(layer.k) / STEP;
         wait_for_previous();
         if (part.columns > 0) {
             fill_x(0);
@@ -356,8 +381,9 @@ struct Block {
             if (!whole || __CUDA_ARCH__ < 900 || min(at_once, part.columns - done) % STEP != 0) {
                 __syncthreads();  // threads have written to it
             }
-            multiply(min(at_once, part.columns - done), x_rows, weight_rows, tiles, own);
+            multiply(min(at_once, part.columns - done), x_rows, weight_rows, tiles, left, chains, own);
         }
+        add(own, chains);
         __syncthreads();  // weights and x have been read
         store_sums(own, first_row, first_column, tiles);
         cluster_barrier();

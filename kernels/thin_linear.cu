@@ -6,35 +6,35 @@
 // Layout     x is [rows, k], rows x_stride elements apart; gamma, beta: [k], both or neither NULL; weight: [n, k]; bias:
 //            [n] or NULL; out: [rows, kv_from], rows out_stride apart. Columns from kv_from on go where
 //            common/kv_places.cuh says; spans, positions: [rows], both or neither NULL, and without them kv_from is n.
-//            activation is a number of common/activation.cuh, none with residual or spans.
+//            activation is a number of common/activation.cuh, none with residual or spans. part: how many chains a part
+//            has (common/chains.cuh).
 // Alignment  One element. Packs are moved whole where all addresses are multiples of 16 bytes, and k and x_stride of a
 //            pack; else everything goes element by element, slowly, to the same bits.
-// Launch     Grid (n / (8 * GROUPS) rounded up, 1, 1); block: 8 or 16 warps. Shared memory:
-//            metrale.ops.thin_linear.shared_bytes. May begin before the kernel ahead has ended, if nothing that is still
-//            under way writes gamma, beta, weight, bias, spans or positions.
+// Launch     Grid (n / (8 * GROUPS) rounded up, 1, 1); block: 8 or 16 warps, one for each chain of k. Shared
+//            memory: metrale.ops.thin_linear.shared_bytes. May begin before the kernel ahead has ended, if nothing that is
+//            still under way writes gamma, beta, weight, bias, spans or positions.
 // Aliasing   out and the places in the KV cache overlap nothing that is read.
-// Order      A row's bits depend on its own elements, the weights and the number of warps: not on the other rows, not on
-//            its place, not on alignment, not on the entry point.
+// Order      That of common/chains.cuh: a row's bits depend on its own elements, the weights and part alone: not on the
+//            other rows, not on its place, not on alignment, not on the entry point, not on the number of warps. They are
+//            those of layer_norm and cluster_linear, with parts as long.
 // Numbers    Products of T summed in float on the tensor cores; LayerNorm, bias, activation and residual in float.
 //
-// For few rows, up to 64 or so: the weights are read once and are the limit. The warps of a block split k, and a lane
-// loads what it multiplies straight into registers: of one row in each of GROUPS groups of 8 rows of the weights, before
-// the wait for the kernel ahead, and of one row of x, in the same columns. Which columns the tensor cores take together
-// does not matter as long as both operands agree, so that a lane's share of 32 columns is 8 neighbouring ones, one load
-// of 16 bytes, and lies in registers as the tensor cores want it. Of x they take 16 rows: 8 rows are given in one half
-// of their columns as the first 8, and in the other as the last 8. The warps' sums are added in shared memory, in order.
+// For few rows, up to 64 or so: the weights are read once and are the limit. Each warp of a block has a chain of k, and
+// a lane loads what it multiplies straight into registers: of one row in each of GROUPS groups of 8 rows of the weights,
+// before the wait for the kernel ahead, and of one row of x, in the same columns. Which columns the tensor cores take
+// together does not matter as long as both operands agree, so that a lane's share of 32 columns is 8 neighbouring ones,
+// one load of 16 bytes, and lies in registers as the tensor cores want it. Of x they take 16 rows: 8 rows are given
+// twice, and what comes of the last 8 goes nowhere. The warps' sums are added in shared memory.
 
 #include "common/activation.cuh"
 #include "common/attention.cuh"
+#include "common/chains.cuh"
 #include "common/dependent.cuh"
 #include "common/kv_places.cuh"
-#include "common/moments.cuh"
 
-constexpr int LANES = 4;           // lanes that hold one row of x, or of the weights
 constexpr int TILE = 8;            // rows of x that are multiplied at once
 constexpr int GROUP = 8;           // rows of the weights that a lane has one of
-constexpr int MOST_WARPS = 16;     // of a block
-constexpr int MERGED = 2;          // chunks that moments are formed of
+constexpr int AT_ONCE = 8;         // warps whose sums are added at a time; the block's are a multiple of it
 constexpr int MOST_STAGED = 8192;  // columns whose gamma and beta fit into shared memory
 constexpr int MOST_ROWS = 64;      // of x
 constexpr int MOST_GROUPS = 4;     // of a block
@@ -49,10 +49,6 @@ __device__ __forceinline__ int thread_again() {
     return thread;
 }
 
-// Columns that a warp multiplies at a time.
-template <typename T>
-inline constexpr int CHUNK = LANES * PACK<T>;
-
 template <typename T>
 struct Layer {
     const T *x, *gamma, *beta, *weight, *bias;
@@ -62,7 +58,7 @@ struct Layer {
     float eps;
     int activation;
     bool residual;
-    int kv_from;
+    int kv_from, part;
 };
 
 // A lane's share of k. Of each of its warp's chunks it has a pack; `there` counts those that begin within k.
@@ -100,17 +96,11 @@ __device__ __forceinline__ Share share_of(int k, int chunks, int thread) {
     return {begin, column, max(0, min(chunks, (k - column + CHUNK<T> - 1) / CHUNK<T>))};
 }
 
-// The chunks of each warp. Blocks have 8 or 16 warps.
+// The chunks of each warp.
 template <typename T>
 __device__ __forceinline__ int chunks_of(int k) {
-    const int all = (k + CHUNK<T> - 1) / CHUNK<T>;
-    return blockDim.x <= 8 * WARP ? (all + 7) / 8 : (all + 15) / 16;
-}
-
-// How many columns a warp has.
-template <typename T>
-__device__ __forceinline__ int columns_of(int k, int chunks, int warp) {
-    return max(0, min(k - warp * chunks * CHUNK<T>, chunks * CHUNK<T>));
+    static_assert(CHUNK<T> == STEP, "a chunk is multiplied at a time");
+    return chain_columns(k) / CHUNK<T>;
 }
 
 // The elements of the lane's pack in one of the warp's chunks.
@@ -119,22 +109,19 @@ __device__ __forceinline__ int elements(const Share& share, int chunk, int k) {
     return chunk < share.there ? min(PACK<T>, k - share.column - chunk * CHUNK<T>) : 0;
 }
 
-// The sums of 8 rows of x with a group. A pack of x is given to the tensor cores as it is: its first two words as row
-// lane / 4 and its last two as row lane / 4 + 8. With the first two words of the weights, what comes of the former is
-// wanted, with the last two, what comes of the latter; the other half of each product goes nowhere.
-using Sums = float[2][4];
+// The sums of rows lane / 4 of x with rows 2 * (lane % 4) and the next of a group, and two of which nothing is wanted.
+using Sums = float[4];
 
 template <typename T>
 __device__ __forceinline__ void multiply(Sums& sums, const uint4& x, const uint4& weights) {
-    multiply_add(sums[0], x.x, x.z, x.y, x.w, weights.x, weights.y, T{});
-    multiply_add(sums[1], x.x, x.z, x.y, x.w, weights.z, weights.w, T{});
+    multiply_add(sums, x.x, x.x, x.y, x.y, weights.x, weights.y, T{});
+    multiply_add(sums, x.z, x.z, x.w, x.w, weights.z, weights.w, T{});
 }
 
 // Leaves the warp's sums with a group in shared memory: row lane / 4 of x by rows 2 * (lane % 4) and the next of the
 // weights.
 __device__ __forceinline__ void store_sums(const Sums& sums, float* to) {
-    reinterpret_cast<float2*>(to)[thread_again() % WARP] =
-        make_float2(sums[0][0] + sums[1][2], sums[0][1] + sums[1][3]);
+    reinterpret_cast<float2*>(to)[thread_again() % WARP] = make_float2(sums[0], sums[1]);
 }
 
 // The thread's element of a tile. There are as many threads as elements, or more.
@@ -181,18 +168,33 @@ __device__ __forceinline__ float load_before(const Layer<T>& layer, int groups, 
     return to_float(load_fresh_element(element.place(layer, tile), there));
 }
 
-// Adds the warps' sums in order, and writes the result.
+// Adds the warps' sums, those of a part and then the parts, and writes the result.
 template <typename T>
 __device__ __forceinline__ void finish(const Layer<T>& layer, int groups, int tile, float before,
                                        const float* sums) {
     const Element<T> element(groups);
     if (element.wanted(layer, tile)) {
         const float* from = sums + element.within / GROUP * PITCH + element.row * GROUP + element.within % GROUP;
-        float sum = from[0];
-#pragma unroll 7
-        for (int warp = 1; warp < static_cast<int>(blockDim.x) / WARP; ++warp) {
-            sum += from[warp * (groups * PITCH)];
+        float sum = 0.0f, part = 0.0f;
+        int left = layer.part;
+#pragma unroll 1
+        for (int first = 0; first < static_cast<int>(blockDim.x) / WARP; first += AT_ONCE) {
+            float sums_of[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                sums_of[i] = from[(first + i) * (groups * PITCH)];
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                part += sums_of[i];
+                if (--left == 0) {
+                    sum += part;
+                    part = 0.0f;
+                    left = layer.part;
+                }
+            }
         }
+        sum += part;
         const float value = activate(sum + biases<T>()[element.within], layer.activation);
         const T result = from_float<T>(layer.residual ? value + before : value);
         if (element.column < layer.kv_from) {
@@ -205,36 +207,18 @@ __device__ __forceinline__ void finish(const Layer<T>& layer, int groups, int ti
 
 // Leaves what the warp has of each lane's row in shared memory.
 template <typename T>
-__device__ __forceinline__ void store_moments(const Layer<T>& layer, int chunks, const Moments& own, float2* to) {
+__device__ __forceinline__ void store_moments(const Layer<T>& layer, const Moments& own, float2* to) {
     const int thread = thread_again(), warp = thread / WARP;
-    const Moments merged = merge_lanes(own, static_cast<float>(columns_of<T>(layer.k, chunks, warp)), LANES);
+    const Moments merged = merge_lanes(own, static_cast<float>(columns_of_chain(layer.k, warp)), LANES);
     if (thread % LANES == 0) {
         to[warp * TILE + thread % WARP / LANES] = make_float2(merged.mean, merged.squares);
     }
 }
 
-// Merges what the warps have left of a row: each of its lanes every fourth warp, then the lanes.
+// Merges what the warps have left of each lane's row.
 template <typename T>
-__device__ __forceinline__ Norm merge_warps(const Layer<T>& layer, int chunks, const float2* from) {
-    constexpr int PARTS = MOST_WARPS / LANES;
-    const int warps = blockDim.x / WARP, thread = thread_again();
-    float2 parts[PARTS];
-    float columns[PARTS], sum = 0.0f, squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-        const int warp = i * LANES + thread % LANES;
-        parts[i] = warp < warps ? from[warp * TILE + thread % WARP / LANES] : make_float2(0.0f, 0.0f);
-        columns[i] = static_cast<float>(columns_of<T>(layer.k, chunks, warp));  // 0 past the last warp
-        sum += columns[i] * parts[i].x;
-    }
-    const float part = reciprocal(static_cast<float>(layer.k));
-    const float mean = warp_reduce<Sum>(sum, LANES) * part;
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-        const float apart = parts[i].x - mean;
-        squares += parts[i].y + columns[i] * (apart * apart);
-    }
-    return {mean, rsqrtf(warp_reduce<Sum>(squares, LANES) * part + layer.eps)};
+__device__ __forceinline__ Norm merge_warps(const Layer<T>& layer, const float2* from) {
+    return merge_chains(from + thread_again() % WARP / LANES, TILE, blockDim.x / WARP, layer.k, layer.eps);
 }
 
 // Products by whole packs. WINDOW: chunks of x that are under way. STREAMED: the warp may have more than CHUNKS chunks;
@@ -243,9 +227,7 @@ template <typename T, int GROUPS, int CHUNKS, int WINDOW, bool STREAMED>
 struct Whole {
     static constexpr int STAGED = CHUNKS < 8 ? 1 : 2;  // packs of gamma and beta that a lane stages at a time,
     static constexpr int STAGED_CHUNKS = STAGED * WARP / (2 * LANES);  // which are those of so many chunks
-    static constexpr int PASS = GROUPS < 2 ? 1 : 2;  // groups whose sums are in registers together
     static constexpr bool EARLY = GROUPS <= 2 && !STREAMED;  // there is a register for what `out` holds
-    static_assert(GROUPS == PASS || (WINDOW == CHUNKS && !STREAMED), "x stays in registers for the next groups");
 
     const Layer<T>& layer;
     const Room& room;
@@ -325,10 +307,10 @@ struct Whole {
                 load_window(tile, first + WINDOW < all ? first + WINDOW : 0);
             }
         }
-        store_moments(layer, chunks, moments, room.moments);
+        store_moments(layer, moments, room.moments);
         __syncthreads();
         forget();
-        return merge_warps(layer, chunks, room.moments);
+        return merge_warps(layer, room.moments);
     }
 
     __device__ __forceinline__ Moments observe_window(Moments moments, int there) const {
@@ -365,27 +347,23 @@ struct Whole {
         }
     }
 
-    // Adds chunks of the batch at `batch` to the sums of PASS groups from `group` on. `more`: other weights take the
-    // place of those that have been used.
-    __device__ __forceinline__ void multiply_batch(int tile, int batch, int group, bool more, bool normed,
-                                                   const Norm& norm, Sums (&sums)[PASS]) {
+    // Adds the chunks of the batch at `batch` to the sums. `more`: other weights take the place of those that have been
+    // used.
+    __device__ __forceinline__ void multiply_batch(int tile, int batch, bool more, bool normed, const Norm& norm,
+                                                   Sums (&sums)[GROUPS]) {
 #pragma unroll
         for (int first = 0; first < CHUNKS; first += WINDOW) {
-            if (normed && group == 0) {
+            if (normed) {
                 normalise(batch + first, norm);
             }
             const Packs next = x_from(tile, batch + first + WINDOW);
 #pragma unroll
             for (int i = 0; i < WINDOW; ++i) {
 #pragma unroll
-                for (int r = 0; r < PASS; ++r) {
-                    if (group + r < GROUPS) {
-                        multiply<T>(sums[r], window[i], weights[group + r][first + i]);
-                    }
+                for (int r = 0; r < GROUPS; ++r) {
+                    multiply<T>(sums[r], window[i], weights[r][first + i]);
                 }
-                if (group + PASS >= GROUPS) {
-                    load_x(i, next);
-                }
+                load_x(i, next);
                 if (more) {
 #pragma unroll
                     for (int r = 0; r < GROUPS; ++r) {
@@ -399,23 +377,18 @@ struct Whole {
 
     // Leaves the warps' sums of a tile in shared memory.
     __device__ __forceinline__ void multiply_tile(int tile, bool normed, const Norm& norm) {
-#pragma unroll
-        for (int group = 0; group < GROUPS; group += PASS) {
-            Sums sums[PASS] = {};
+        Sums sums[GROUPS] = {};
 #pragma unroll 1
-            for (int batch = 0; batch < all; batch += CHUNKS) {
-                const bool more = STREAMED && (batch + CHUNKS < all || (all > CHUNKS && tile + TILE < layer.rows));
-                multiply_batch(tile, batch, group, more, normed, norm, sums);
-            }
-            if (group == 0 && tile > 0) {
-                __syncthreads();  // the sums of the tile before have been read
-            }
+        for (int batch = 0; batch < all; batch += CHUNKS) {
+            const bool more = STREAMED && (batch + CHUNKS < all || (all > CHUNKS && tile + TILE < layer.rows));
+            multiply_batch(tile, batch, more, normed, norm, sums);
+        }
+        if (tile > 0) {
+            __syncthreads();  // the sums of the tile before have been read
+        }
 #pragma unroll
-            for (int r = 0; r < PASS; ++r) {
-                if (group + r < GROUPS) {
-                    store_sums(sums[r], room.sums + (thread_again() / WARP * GROUPS + group + r) * PITCH);
-                }
-            }
+        for (int r = 0; r < GROUPS; ++r) {
+            store_sums(sums[r], room.sums + (thread_again() / WARP * GROUPS + r) * PITCH);
         }
         __syncthreads();
     }
@@ -484,9 +457,9 @@ struct Scattered {
             }
             moments = merged(moments, moments_of<T, false>(packs, counts));
         }
-        store_moments(layer, chunks, moments, room);
+        store_moments(layer, moments, room);
         __syncthreads();
-        return merge_warps(layer, chunks, room);
+        return merge_warps(layer, room);
     }
 
     // The warp's sums of rows of x with one group of the weights, of which the lane has a row.
@@ -555,10 +528,10 @@ __device__ __forceinline__ void thin_linear(const Layer<T>& layer, const KvPlace
         const T* x, const T* gamma, const T* beta, const T* weight, const T* bias, T* out,                       \
         const unsigned long long* spans, const int* positions, int rows, int n, int k, long long x_stride,       \
         long long out_stride, float eps, int activation, int residual, int kv_from, long long kv_offset,         \
-        long long kv_stride) {                                                                                   \
+        long long kv_stride, int part) {                                                                         \
         thin_linear<T, groups, chunks, window, streamed>({x, gamma, beta, weight, bias, out, rows, n, k,         \
                                                           x_stride, out_stride, eps, activation, residual != 0,  \
-                                                          kv_from},                                              \
+                                                          kv_from, part},                                        \
                                                          {spans, positions, kv_from, kv_offset, kv_stride});     \
     }
 ENTRY(f16, f16, 2, 8, 2, true)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
 // Copies from global into shared memory that the memory system makes by itself (compute capability 9.0 and later), and
-// matrices of 16-bit elements read from there as mma.m16n8k16 takes them.
+// packs that threads move to and from there.
 //
 // Addresses are those of shared memory, in bytes.
 
@@ -58,12 +58,13 @@ __device__ __forceinline__ void store_shared(unsigned to, const uint4& pack) {
                  : "memory");
 }
 
-// Four 8 by 8 matrices. Lane i names row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(row)
+__device__ __forceinline__ uint4 load_shared(unsigned from) {
+    uint4 pack;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pack.x), "=r"(pack.y), "=r"(pack.z), "=r"(pack.w)
+                 : "r"(from)
                  : "memory");
+    return pack;
 }
 
 #endif

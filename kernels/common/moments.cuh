@@ -2,6 +2,10 @@
 //
 // Mean and variance of rows that lie spread over the lanes of a block: what each lane has is summed about its own mean,
 // and the parts are merged (Chan, Golub and LeVeque 1979), so that nothing cancels and one barrier is enough.
+//
+// What several kernels do must give the same bits in each of them, so that nothing is left to the compiler there that
+// could be rounded once or twice: what is multiplied and then added is `fmaf`, and a product that is rounded first
+// `__fmul_rn`.
 
 #ifndef METRALE_MOMENTS_CUH
 #define METRALE_MOMENTS_CUH
@@ -27,7 +31,7 @@ __device__ __forceinline__ Moments merged(const Moments& a, const Moments& b) {
         return b;
     }
     const float count = a.count + b.count, apart = b.mean - a.mean, part = b.count * reciprocal(count);
-    return {count, a.mean + apart * part, a.squares + b.squares + apart * apart * (a.count * part)};
+    return {count, fmaf(apart, part, a.mean), fmaf(apart * apart, a.count * part, a.squares + b.squares)};
 }
 
 // What a row is shifted and scaled by.
@@ -35,37 +39,59 @@ struct Norm {
     float mean, scale;
 };
 
+// What a lane has seen of one pack: how many elements, their sum and mean, and squared distances.
+struct PackMoments {
+    float count, sum, mean, squares;
+};
+
+// Of a pack whose first `count` values are elements, and whose others are 0. WHOLE: they are none or all.
+template <typename T, bool WHOLE>
+__device__ __forceinline__ PackMoments pack_moments(const uint4& pack, int count) {
+    float values[PACK<T>], sum = 0.0f, squares = 0.0f;
+    unpack(pack, values, T{});
+#pragma unroll
+    for (int i = 0; i < PACK<T>; ++i) {
+        sum += values[i];
+    }
+    const bool all = WHOLE || count == PACK<T>;
+    const float mean = __fmul_rn(sum, all ? 1.0f / PACK<T> : reciprocal(static_cast<float>(max(count, 1))));
+#pragma unroll
+    for (int i = 0; i < PACK<T>; ++i) {
+        const float apart = values[i] - mean;
+        squares = WHOLE || i < count ? fmaf(apart, apart, squares) : squares;
+    }
+    return {static_cast<float>(count), sum, mean, count > 0 ? squares : 0.0f};
+}
+
+// The moments of some packs, of which one has an element at least.
+template <int PACKS>
+__device__ __forceinline__ Moments joined(const PackMoments (&packs)[PACKS]) {
+    Moments found = {0.0f, 0.0f, 0.0f};
+    float sum = 0.0f;
+#pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        found.count += packs[p].count;
+        sum += packs[p].sum;
+    }
+    found.mean = __fmul_rn(sum, reciprocal(found.count));
+#pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const float apart = packs[p].mean - found.mean;
+        found.squares += fmaf(packs[p].count, apart * apart, packs[p].squares);
+    }
+    return found;
+}
+
 // The moments of some packs, of which the first counts[i] values of each are elements and the others are 0. There is one
 // element at least. WHOLE: a count is 0 or that of a pack.
 template <typename T, bool WHOLE, int PACKS>
 __device__ __forceinline__ Moments moments_of(const uint4 (&packs)[PACKS], const int (&counts)[PACKS]) {
-    float means[PACKS], squares[PACKS], count = 0.0f, sum = 0.0f;
+    PackMoments found[PACKS];
 #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
-        float values[PACK<T>], within = 0.0f, apart_squared = 0.0f;
-        unpack(packs[p], values, T{});
-#pragma unroll
-        for (int i = 0; i < PACK<T>; ++i) {
-            within += values[i];
-        }
-        const bool all = WHOLE || counts[p] == PACK<T>;
-        means[p] = within * (all ? 1.0f / PACK<T> : reciprocal(static_cast<float>(max(counts[p], 1))));
-#pragma unroll
-        for (int i = 0; i < PACK<T>; ++i) {
-            const float apart = values[i] - means[p];
-            apart_squared += WHOLE || i < counts[p] ? apart * apart : 0.0f;
-        }
-        squares[p] = counts[p] > 0 ? apart_squared : 0.0f;
-        count += static_cast<float>(counts[p]);
-        sum += within;
+        found[p] = pack_moments<T, WHOLE>(packs[p], counts[p]);
     }
-    Moments found = {count, sum * reciprocal(count), 0.0f};
-#pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-        const float apart = means[p] - found.mean;
-        found.squares += squares[p] + static_cast<float>(counts[p]) * (apart * apart);
-    }
-    return found;
+    return joined(found);
 }
 
 // The moments of a whole pack. Sums are formed as trees, for the time they take.
@@ -100,9 +126,9 @@ __device__ __forceinline__ Moments moments_of_pack(const uint4& pack) {
 // The moments of the lanes that hold a row together, an aligned group of `lanes`, in all of them. `count`: how many
 // values they have in all.
 __device__ __forceinline__ Moments merge_lanes(const Moments& own, float count, int lanes) {
-    const float mean = warp_reduce<Sum>(own.count * own.mean, lanes) * reciprocal(fmaxf(count, 1.0f));
-    const float apart = own.mean - mean;
-    return {count, mean, warp_reduce<Sum>(own.squares + own.count * (apart * apart), lanes)};
+    const float sum = warp_reduce<Sum>(__fmul_rn(own.count, own.mean), lanes);
+    const float mean = __fmul_rn(sum, reciprocal(fmaxf(count, 1.0f))), apart = own.mean - mean;
+    return {count, mean, warp_reduce<Sum>(fmaf(own.count, apart * apart, own.squares), lanes)};
 }
 
 // The same where each of the lanes has seen as many values, in one reduction.
@@ -130,7 +156,7 @@ __device__ __forceinline__ uint4 normalised(const uint4& pack, const uint4& gamm
     unpack(beta, shifts, T{});
 #pragma unroll
     for (int i = 0; i < PACK<T>; ++i) {
-        values[i] = (values[i] - norm.mean) * norm.scale * scales[i] + shifts[i];
+        values[i] = fmaf((values[i] - norm.mean) * norm.scale, scales[i], shifts[i]);
     }
     return packed(values, T{});
 }

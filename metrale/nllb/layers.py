@@ -233,8 +233,8 @@ class Rows:
             _Way(self._clustered, False, True),
             _Way(self._multiply),
         )
-        if self.invariant and short:  # one way whatever the number of rows
-            way = clustered if clusters else thin
+        if self.invariant and short:  # both give a row the same bits
+            way = clustered if clusters and self.count > THIN_ROWS else thin
         elif not short:
             way = library
         elif self.count == 1:

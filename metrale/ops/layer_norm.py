@@ -8,12 +8,12 @@ from typing import Any, Final
 import metrale_kernels
 import numpy as np
 
-from gpu_runtime import dtypes
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.limits import Limits
 from gpu_runtime.op import REGISTRY, Dims, Inputs, LaunchPlan, Op, OpSpec, scalar, tensor
 from gpu_runtime.streams import StreamLike
 from metrale.ops import inputs
+from metrale.ops.chains import chains_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -33,12 +33,13 @@ SPEC: Final = OpSpec(
 )
 
 
+_GROUP: Final = 16  # threads of a chain
+
+
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
-    """One block a row; a thread for each 16 bytes, in whole warps, at most 1,024."""
-    warps = -(-dims["width"] * dtypes.itemsize(dtype) // (16 * limits.warp_size))
-    return LaunchPlan(
-        SPEC.entry(dtype), (dims["rows"], 1, 1), (limits.warp_size * min(warps, 32), 1, 1), programmatic=True
-    )
+    """One block a row; some threads for each chain of it, in whole warps."""
+    warps = -(-chains_of(dims["width"]) * _GROUP // limits.warp_size)
+    return LaunchPlan(SPEC.entry(dtype), (dims["rows"], 1, 1), (limits.warp_size * warps, 1, 1), programmatic=True)
 
 
 def reference(*, x: Array, weight: Array, bias: Array, out: Array, rows: int, width: int, eps: float) -> None:
@@ -69,7 +70,7 @@ CASES: Final = (
     {"rows": 3, "width": 2},
     {"rows": 70, "width": 1024},
     {"rows": 4, "width": 64, "std": 3e-3},  # a variance near eps, where eps decides
-    {"rows": 2, "width": 9001},  # wider than a block of the CUDA kernel holds in registers
+    {"rows": 2, "width": 9001},  # wider than what the CUDA kernel holds in registers
     {"rows": 2, "width": 8712},  # the same, in whole packs
 )
 

@@ -16,9 +16,11 @@ import numpy as np
 
 from gpu_runtime.backend import NULL, GpuBackend
 from gpu_runtime.limits import Limits
-from gpu_runtime.op import REGISTRY, DeviceMemory, Dims, LaunchPlan, Op, OpSpec
+from gpu_runtime.op import REGISTRY, DeviceMemory, Dims, Inputs, LaunchPlan, Op, OpSpec, scalar
 from gpu_runtime.streams import StreamLike
 from metrale.ops import dense
+from metrale.ops.chains import UNIT, chain_units, chains_of
+from metrale.ops.cluster_linear import cluster_of, part_chains
 from metrale.ops.linear import ACTIVATION_NAMES
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -57,6 +59,7 @@ _GROUP: Final = 8  # rows of the weights in a group
 _MOST_GROUPS: Final = 4  # of a block
 _TILE: Final = 8  # rows of x that are multiplied at once
 _CHUNK: Final = 32  # columns of a chunk
+_UNIT_CHUNKS: Final = UNIT // _CHUNK
 _PITCH: Final = _TILE * _GROUP + _GROUP  # floats of a group's sums
 _MOST_STAGED: Final = 8192  # columns whose gamma and beta the kernel keeps in shared memory
 
@@ -67,6 +70,7 @@ SPEC: Final = OpSpec(
         *dense.WEIGHTS,
         *dense.RESULT,
         *dense.OPTIONS,
+        scalar("part", "i32"),
     ),
     tolerance=dense.TOLERANCE,
     dtypes=dense.DTYPES,
@@ -75,15 +79,14 @@ SPEC: Final = OpSpec(
 )
 
 
-def chunks_of(k: int, warps: int) -> int:
-    """Return how many chunks of k each warp of a block has."""
-    chunks = -(-k // _CHUNK)
-    return -(-chunks // warps)
+def chunks_of(k: int) -> int:
+    """Return how many chunks of k each warp of a block has: a chain of them."""
+    return chain_units(k) * _UNIT_CHUNKS
 
 
 def shared_bytes(variant: Variant, warps: int, k: int) -> int:
     """Return the shared memory of a block: the warps' sums and moments, places, bias, gamma, beta."""
-    batches = -(-chunks_of(k, warps) // variant.chunks)
+    batches = -(-chunks_of(k) // variant.chunks)
     staged = batches * variant.chunks * 2 * _CHUNK * 2 if k <= _MOST_STAGED else 0
     return warps * (variant.groups * _PITCH * 4 + _TILE * 8 + staged) + MOST_ROWS * 8 + _MOST_GROUPS * _GROUP * 4
 
@@ -94,7 +97,7 @@ def plans(dims: Dims, dtype: str, limits: Limits) -> dict[tuple[str, int], Launc
     found = {}
     for name, variant in VARIANTS.items():
         for warps in (8, 16):
-            if variant.streamed or chunks_of(k, warps) <= variant.chunks:
+            if chains_of(k) <= warps and (variant.streamed or chunks_of(k) <= variant.chunks):
                 found[name, warps] = LaunchPlan(
                     SPEC.entry(dtype, name),
                     (-(-n // (_GROUP * variant.groups)), 1, 1),
@@ -108,9 +111,10 @@ def plans(dims: Dims, dtype: str, limits: Limits) -> dict[tuple[str, int], Launc
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     """Choose by n and k alone, so that a row has the same bits in every batch.
 
-    A warp's share of k fits into registers where k is at most 4,096. Of short weights a block takes more rows, so that
-    blocks of the kernel behind find room beside it; of longer ones more warps split k. What is chosen was the fastest
-    on an H200, or close to it, for the layers of decoders 1,024 and 2,048 wide (`python -m benchmarks.thin_linear`).
+    A warp's chain of k fits into registers where k is at most 4,096. Of short weights a block takes more rows, so that
+    blocks of the kernel behind find room beside it; of longer ones there are more chains. What is chosen was the
+    fastest on an H200, or close to it, for the layers of decoders 1,024 and 2,048 wide (`python -m
+    benchmarks.thin_linear`).
 
     Raises
     ------
@@ -133,6 +137,11 @@ def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
 def reference(*, memory: DeviceMemory, x: Array, out: Array, **values: Any) -> None:
     """`metrale.ops.dense.reference`."""
     dense.reference(SPEC.name, memory, values, x, out)
+
+
+def make_inputs(rng: np.random.Generator, dtype: str, *, part: int = 3, **sizes: Any) -> Inputs:
+    """Return inputs of a case."""
+    return {**dense.make_inputs(rng, dtype, **sizes), "part": part}
 
 
 CASES: Final = (
@@ -167,7 +176,7 @@ CASES: Final = (
 )
 
 OP: Final = REGISTRY.register(
-    Op(SPEC, reference, dense.make_inputs, CASES, plan=plan, source=metrale_kernels.path(SPEC.name))
+    Op(SPEC, reference, make_inputs, CASES, plan=plan, source=metrale_kernels.path(SPEC.name))
 )
 
 
@@ -207,6 +216,8 @@ def thin_linear(
     KV cache as `metrale.ops.dense` says, and ``out`` is ``[rows, kv_from]``. Neither a residual nor an activation goes
     with it.
 
+    On a device a row has the bits that `layer_norm` and `cluster_linear` give it there, one after the other.
+
     The kernel may start before the ones ahead of it on the stream have ended. No kernel that may still run then may
     write ``gamma``, ``beta``, ``weight``, ``bias``, ``spans`` or ``positions``.
 
@@ -222,4 +233,5 @@ def thin_linear(
     strides = (k if x_stride is None else x_stride, kv_from if out_stride is None else out_stride)
     tensors = (x, gamma or NULL, beta or NULL, weight, bias or NULL, out, spans or NULL, positions or NULL)
     options = (eps, ACTIVATION_NAMES.index(activation), int(residual), kv_from, kv_offset, kv_stride)
-    OP.launch(gpu, dtype, (*tensors, rows, n, k, *strides, *options), stream)
+    part = part_chains(k, cluster_of(n, k, gpu.limits()))
+    OP.launch(gpu, dtype, (*tensors, rows, n, k, *strides, *options, part), stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mutation.kernel_mutants import Changes
+from tests.mutation.kernel_mutants import MOMENTS, Changes
 
 DENSE_KERNEL_MUTANTS: Final[dict[str, Changes]] = {
     "thin_linear": (
@@ -20,17 +20,20 @@ DENSE_KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ),
         ("row < layer.n ? share.there - chunk : 0", "row + 1 < layer.n ? share.there - chunk : 0"),
         ("row < layer.rows ? share.there - chunk : 0", "row + 1 < layer.rows ? share.there - chunk : 0"),
-        ("x.w, weights.x, weights.y", "x.w, weights.y, weights.x"),
+        ("x.y, weights.x, weights.y", "x.y, weights.y, weights.x"),
         ("x.w, weights.z, weights.w", "x.w, weights.x, weights.y"),
-        ("sums[0][0] + sums[1][2]", "sums[0][0] + sums[1][0]"),
-        ("sums[0][1] + sums[1][3]", "sums[0][0] + sums[1][3]"),
+        ("x.z, x.z, x.w, x.w,", "x.x, x.z, x.y, x.w,"),
+        ("make_float2(sums[0], sums[1])", "make_float2(sums[1], sums[0])"),
+        ("make_float2(sums[0], sums[1])", "make_float2(sums[0], sums[0])"),
         ("max(0, min(chunks, (k - column", "max(0, min(chunks - (chunks > 1), (k - column"),
         ("min(PACK<T>, k - share.column - chunk * CHUNK<T>)", "min(PACK<T> / 2, k - share.column - chunk * CHUNK<T>)"),
-        ("float sum = from[0];", "float sum = 0.0f;"),
-        (
-            "int warp = 1; warp < static_cast<int>(blockDim.x) / WARP",
-            "int warp = 2; warp < static_cast<int>(blockDim.x) / WARP",
-        ),
+        ("part += sums_of[i];", "part = sums_of[i];"),
+        ("sum += part;\n                    part = 0.0f;", "sum = part;\n                    part = 0.0f;"),
+        ("                    part = 0.0f;\n", ""),
+        ("        sum += part;\n        const float value", "        const float value"),
+        ("                    left = layer.part;\n", ""),
+        ("from[(first + i) * (groups * PITCH)]", "from[i * (groups * PITCH)]"),
+        ("chain_columns(k) / CHUNK<T>;", "chain_columns(k) / CHUNK<T> / 2;"),
         ("activate(sum + biases<T>()[element.within], layer.activation)", "activate(sum, layer.activation)"),
         (
             "activate(sum + biases<T>()[element.within], layer.activation)",
@@ -42,13 +45,6 @@ DENSE_KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ),
         ("layer.residual ? value + before : value", "value"),
         ("layer.residual ? value + before : value", "layer.residual ? value - before : value"),
-        (
-            "columns[i] = static_cast<float>(columns_of<T>(layer.k, chunks, warp))",
-            "columns[i] = static_cast<float>(chunks * 32)",
-        ),
-        ("parts[i].y + columns[i] * (apart * apart)", "parts[i].y"),
-        ("parts[i].y + columns[i] * (apart * apart)", "columns[i] * (apart * apart)"),
-        ("squares, LANES) * part + layer.eps", "squares, LANES) * part"),
         ("chunk -= all;\n", "chunk -= all - (all > 4);\n"),
         ("            tile += TILE;\n        }\n        const int thread", "        }\n        const int thread"),
         ("place / LANES % 2 == 0 ? layer.gamma : layer.beta", "place / LANES % 2 == 1 ? layer.gamma : layer.beta"),
@@ -68,13 +64,7 @@ DENSE_KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ("blockIdx.x * rows + thread;", "thread;"),
         # in the headers
         ("row.position * stride + offset - from", "row.position * stride - from"),
-        ("a.mean + apart * part", "a.mean + part"),
-        ("a.squares + b.squares + apart * apart * (a.count * part)", "a.squares + b.squares"),
-        ("squares[p] + static_cast<float>(counts[p]) * (apart * apart)", "squares[p]"),
-        ("WHOLE || i < counts[p] ? apart * apart : 0.0f", "apart * apart"),
-        ("own.squares + own.count * (apart * apart)", "own.squares"),
-        ("(values[i] - norm.mean) * norm.scale", "(values[i] + norm.mean) * norm.scale"),
-        ("norm.scale * scales[i] + shifts[i]", "norm.scale * scales[i]"),
+        *MOMENTS,
     ),
     "cluster_linear": (
         ("layer.x_stride, layer.rows, min(at_once", "layer.k, layer.rows, min(at_once"),
@@ -91,13 +81,19 @@ DENSE_KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ("(columns + STEP - 1) / STEP : 0", "columns / STEP : 0"),
         ("x_rows + step * STEP_BYTES", "x_rows"),
         ("weight_rows + step * STEP_BYTES", "weight_rows"),
-        ("= with.x[tile][half]", "= with.x[tile][0]"),
-        ("w[2 * half], w[2 * half + 1], T{}", "w[2 * half + 1], w[2 * half], T{}"),
-        ("x[0], x[1], x[2], x[3], w", "x[0], x[2], x[1], x[3], w"),
-        ("x_rows + tile * ROWS_AT_ONCE * pitch + half * 32", "x_rows + half * 32"),
+        ("&b = with.x[tile][1]", "&b = with.x[tile][0]"),
+        ("with.weights[c].x, with.weights[c].y, T{}", "with.weights[c].y, with.weights[c].x, T{}"),
+        ("with.weights[c].z, with.weights[c].w, T{}", "with.weights[c].x, with.weights[c].y, T{}"),
+        ("a.x, b.x, a.y, b.y", "a.x, a.y, b.x, b.y"),
+        ("a.z, b.z, a.w, b.w", "a.x, b.x, a.y, b.y"),
+        ("x_rows + (tile * ROWS_AT_ONCE + half * 8) * pitch", "x_rows + half * 8 * pitch"),
         ("weight_rows + c * 8 * pitch", "weight_rows"),
-        ("(first_row + lane % 16) * pitch", "(first_row + lane % 8) * pitch"),
-        ("(first_column + lane % 8) * pitch", "(lane % 8) * pitch"),
+        ("(first_row + lane / LANES) * pitch", "(lane / LANES) * pitch"),
+        ("(first_column + lane / LANES) * pitch", "(lane / LANES) * pitch"),
+        ("                add(before, own);\n", ""),
+        ("                clear(own);\n", ""),
+        ("        add(own, chains);\n", ""),
+        ("each = (chains + ranks - 1) / ranks * chain;", "each = (chains + ranks - 1) / ranks * UNIT;"),
         ("row_warp * (TILES * ROWS_AT_ONCE)", "row_warp * ROWS_AT_ONCE"),
         ("tiles = min(TILES, (rows - first_row)", "tiles = min(1, (rows - first_row)"),
         ("(tile * ROWS_AT_ONCE + half * 8) * PITCH", "(tile * ROWS_AT_ONCE) * PITCH"),
@@ -129,7 +125,6 @@ DENSE_KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ("            if (first + i < layer.n) {", "            if (first + i + 1 < layer.n) {"),
         ("kv.place(kv.row(thread))", "kv.place(kv.row(0))"),
         # in the headers
-        ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"),
         ("row.position * stride + offset - from", "stride + offset - from"),
         ("row.position * stride + offset - from", "row.position * stride - from"),
     ),

@@ -11,22 +11,40 @@ from typing import Final
 
 Changes = tuple[tuple[str, str], ...]
 
+MOMENTS: Final[Changes] = (
+    ("columns[i] = static_cast<float>(columns_of_chain(k, chain))", "columns[i] = 128.0f"),
+    ("chain = i * LANES + lane;", "chain = i * LANES;"),
+    ("fmaf(columns[i], distance * distance, parts[i].y)", "parts[i].y"),
+    ("fmaf(columns[i], distance * distance, parts[i].y)", "columns[i] * (distance * distance)"),
+    ("squares, LANES), part, eps)", "squares, LANES), part, 0.0f)"),
+    ("fmaf(apart, part, a.mean)", "a.mean + part"),
+    ("fmaf(apart * apart, a.count * part, a.squares + b.squares)", "a.squares + b.squares"),
+    ("fmaf(packs[p].count, apart * apart, packs[p].squares)", "packs[p].squares"),
+    ("WHOLE || i < count ? fmaf(apart, apart, squares) : squares", "fmaf(apart, apart, squares)"),
+    ("fmaf(own.count, apart * apart, own.squares)", "own.squares"),
+    ("(values[i] - norm.mean) * norm.scale", "(values[i] + norm.mean) * norm.scale"),
+    ("norm.scale, scales[i], shifts[i])", "norm.scale, scales[i], 0.0f)"),
+)
+"""Of the headers of those that normalise by chains."""
+
 KERNEL_MUTANTS: Final[dict[str, Changes]] = {
     "layer_norm": (
-        ("(values[i] - mean) * scale", "(values[i] + mean) * scale"),
-        ("* weight[i] + bias[i]", "* weight[i] - bias[i]"),
-        ("* scale * weight[i]", "* scale"),
-        ("sum += i < count ? centred * centred : 0.0f", "sum += i < count - 1 ? centred * centred : 0.0f"),
-        ("sum += i < count ? centred * centred : 0.0f", "sum += count > 0 ? centred * centred : 0.0f"),
-        ("sqrtf(variance + eps)", "sqrtf(variance)"),
-        ("1.0f / sqrtf(variance + eps)", "1.0f / (sqrtf(variance) + eps)"),
-        ("out += row * width", "out += (row > 0 ? row - 1 : 0) * width"),
-        ("if (row >= rows)", "if (row + 1 >= rows)"),
-        ("        sum += sum_of<T>(more);\n", "        sum += more[0];\n"),
-        ("        square += squares_of<T>(more, width - column, mean);\n", ""),
-        ("normalise<T>(more, scales, shifts", "normalise<T>(more, shifts, scales"),
-        ("block_reduce<Sum>(sum, partial[0])", "warp_reduce<Sum>(sum)"),  # takes a barrier away, too
-        ("block_reduce<Sum>(square, partial[1])", "warp_reduce<Sum>(square)"),
+        ("out + place, width", "out + (number > 0 ? number - 1 : 0) * width, width"),
+        ("if (number >= rows)", "if (number + 1 >= rows)"),
+        ("min(PACK<T>, end - column)", "min(PACK<T>, end - column - 1)"),
+        ("end = begin + columns;", "end = begin + columns - 1;"),
+        ("{own, from_lane(own, LANES)}", "{own, own}"),
+        ("first.count > 0.0f ? merged(seen, first) : seen", "seen"),
+        ("first.count > 0.0f ? merged(seen, first) : seen", "first"),
+        ("last.count > 0.0f ? merged(moments, last) : moments", "moments"),
+        ("last = from_lane(first, MERGED * LANES)", "last = from_lane(first, LANES)"),
+        ("scales[i] = row.load_vector(weight,", "scales[i] = row.load_vector(bias,"),
+        ("shifts[i] = row.load_vector(bias,", "shifts[i] = row.load_vector(weight,"),
+        ("scale = row.load_vector(weight,", "scale = row.load_vector(bias,"),
+        ("done < chain_columns(width); done", "done < 0; done"),
+        ("column < end; column +=", "column < begin; column +="),
+        ("merge_lanes(moments, static_cast<float>(columns), LANES)", "merge_lanes(moments, 128.0f, LANES)"),
+        *MOMENTS,
     ),
     "embed": (
         ("scale * values[i] + (placed", "scale * values[i] - (placed"),

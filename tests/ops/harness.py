@@ -17,7 +17,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Values = Mapping[str, Any]
 
 HELPERS = frozenset(
-    {"adapter_rows", "beam_layout", "beam_states", "dense", "drawing", "inputs", "processing", "row_parts"}
+    {"adapter_rows", "beam_layout", "chains", "beam_states", "dense", "drawing", "inputs", "processing", "row_parts"}
 )
 """Modules of `metrale.ops` that are no op, but parts of some."""
 

@@ -13,7 +13,8 @@ from gpu_runtime import GpuBackend
 from gpu_runtime.launch import check_geometry
 from gpu_runtime.limits import MINIMUM, PORTABLE_CLUSTER, Limits
 from metrale.ops import cluster_linear
-from metrale.ops.cluster_linear import COLUMNS, MOST_ROWS, OP, plan, plans, shared_bytes, units_of
+from metrale.ops.chains import chain_units
+from metrale.ops.cluster_linear import COLUMNS, MOST_ROWS, OP, cluster_of, part_chains, plan, plans, shared_bytes
 from metrale.ops.linear import ACTIVATION_NAMES
 from tests.backends import cuda_only
 from tests.ops import dense_layers
@@ -57,8 +58,8 @@ def test_every_plan_fits_the_device(limits: Limits, n: int, k: int) -> None:
             assert blocks * COLUMNS >= n > (blocks - 1) * COLUMNS
             assert how.block == (256, 1, 1)
             room = how.shared_bytes - 16 - 64 * 8 - COLUMNS * 4
-            units, rest = divmod(room // (COLUMNS + padded) - 16, 256)
-            assert 1 <= units <= units_of(k, cluster)
+            units, rest = divmod(room // (COLUMNS + padded) - 64, 256)
+            assert 1 <= units <= part_chains(k, cluster) * chain_units(k)
             assert rest == 0
             assert room >= padded * (COLUMNS + 8) * 4
             assert how.programmatic
@@ -74,18 +75,17 @@ def test_rows_decide_the_memory_alone(limits: Limits, n: int, k: int) -> None:
 
 def test_shared_memory() -> None:
     """Counts, places and bias; whole tiles of 16 rows of x, and the weights, with a pad after each row."""
-    assert shared_bytes(16, 2) == 16 + 64 * 8 + 128 * 4 + (128 + 16) * (2 * 256 + 16)
-    assert shared_bytes(17, 3) == 16 + 64 * 8 + 128 * 4 + (128 + 32) * (3 * 256 + 16)
-    assert [units_of(*given) for given in ((1, 8), (1024, 4), (1025, 4), (1300, 8), (128, 1))] == [1, 2, 3, 2, 1]
+    assert shared_bytes(16, 2) == 16 + 64 * 8 + 128 * 4 + (128 + 16) * (2 * 256 + 64)
+    assert shared_bytes(17, 3) == 16 + 64 * 8 + 128 * 4 + (128 + 32) * (3 * 256 + 64)
     long = plans({"rows": 64, "n": 40, "k": 9000}, "f16", LARGE)
-    assert long[8].shared_bytes == shared_bytes(64, 3)  # of 9: half of it, and half again
+    assert long[8].shared_bytes == shared_bytes(64, 3)  # of 10: half of it, and half again
     assert shared_bytes(64, 5) > LARGE.max_shared_bytes
 
 
 def test_the_kernel_counts_alike() -> None:
     assert OP.source is not None
     numbers = dict(re.findall(r"constexpr int (\w+) = (\d+);", OP.source.read_text(encoding="utf-8")))
-    wanted = {"WARPS": 8, "MOST_ROWS": MOST_ROWS, "ROWS_AT_ONCE": 16, "UNIT": 128, "PAD_BYTES": 16}
+    wanted = {"WARPS": 8, "MOST_ROWS": MOST_ROWS, "ROWS_AT_ONCE": 16, "PAD_BYTES": 64}
     wanted |= {"MOST_RANKS": PORTABLE_CLUSTER}
     found = {name: int(value) for name, value in numbers.items()}
     assert {name: found[name] for name in wanted} == wanted
@@ -114,10 +114,11 @@ def test_the_plans_of_a_decoder() -> None:
     ],
 )
 def test_the_largest_cluster_of_which_all_run_at_once(n: int, k: int, cluster: int) -> None:
-    """And whose blocks have a unit of k each; or the largest that there may be."""
+    """And whose blocks have a chain of k each; or the largest that there may be."""
     for most in (1, 2, 4, 8):
         limits = replace(LARGE, max_cluster=most)
         dims = {"rows": 9, "n": n, "k": k}
+        assert cluster_of(n, k, limits) == min(most, cluster)
         assert plan(dims, "bf16", limits) == plans(dims, "bf16", LARGE)[min(most, cluster)]
 
 
