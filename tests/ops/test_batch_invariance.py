@@ -160,8 +160,8 @@ def test_one_row_has_the_same_bits_wherever_it_lies(gpu: GpuBackend, dtype: str)
     n, k = 40, 1031
     inputs: Any = GEMV.make_inputs(np.random.default_rng(3), dtype, n=n, k=k, norm=True)
     matrix = np.random.default_rng(4).normal(size=(ROWS, k)).astype(dtypes.NUMPY[dtype])
-    weight, bias, gamma, beta = (upload(gpu, inputs[name]) for name in ("weight", "bias", "gamma", "beta"))
-    sizes: Any = {"n": n, "k": k, "dtype": dtype, "gamma": gamma, "beta": beta, "eps": inputs["eps"]}
+    weight, bias, gamma, sums = (upload(gpu, inputs[name]) for name in ("weight", "bias", "gamma", "sums"))
+    sizes: Any = {"n": n, "k": k, "dtype": dtype, "gamma": gamma, "sums": sums, "eps": inputs["eps"]}
     written = np.zeros((ROWS, n), matrix.dtype)
     x, out = upload(gpu, matrix), upload(gpu, written)
     for row in range(ROWS):
