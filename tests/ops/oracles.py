@@ -315,6 +315,25 @@ def cluster_linear(v: Values) -> dict[str, Array]:
     return thin_linear({**v, "gamma": None, "beta": None})
 
 
+def head_linear(v: Values) -> dict[str, Array]:
+    result = linear({**v, "activation": 0, "residual": 0})
+    if v["maxima"] is None:
+        return result
+    given = result["out"].astype(v["out"].dtype)
+    maxima = np.zeros((v["rows"], v["blocks"], 4))
+    for row, block in np.ndindex(v["rows"], v["blocks"]):
+        best: float | None = None
+        for column in range(v["counted"]):
+            if column // 16 % v["blocks"] == block:
+                value = float(given[row, column])
+                maxima[row, block, 2] = max(maxima[row, block, 2], not math.isfinite(value))
+                if value > (-math.inf if best is None else best):
+                    best = value
+                    bits = int(np.float32(value + 0.0).view(np.uint32))
+                    maxima[row, block, :2] = 2**32 - 1 - column, bits ^ (2**32 - 1 if bits >> 31 else 1 << 31)
+    return {**result, "maxima": maxima}
+
+
 def gemv(v: Values) -> dict[str, Array]:
     found = thin_linear({**v, "rows": 1, "x": v["x"][None], "out": v["out"][None]})
     return {**found, "out": found["out"][0]}
@@ -362,6 +381,7 @@ ORACLES: dict[str, Callable[[Values], dict[str, Array]]] = {
         linear,
         thin_linear,
         cluster_linear,
+        head_linear,
         gemv,
         lora_down,
         lora_up,
