@@ -10,6 +10,7 @@ from metrale.ops.decode_attention import decode_attention
 from metrale.ops.embed import embed
 from metrale.ops.gemv import gemv
 from metrale.ops.head_linear import head_linear
+from metrale.ops.join_maxima import join_maxima
 from metrale.ops.kv_scatter import kv_scatter
 from metrale.ops.layer_norm import layer_norm
 from metrale.ops.linear import linear
@@ -31,6 +32,7 @@ __all__ = [
     "embed",
     "gemv",
     "head_linear",
+    "join_maxima",
     "kv_scatter",
     "layer_norm",
     "linear",

@@ -38,6 +38,10 @@ VARIANTS: Final = {16: "16", 32: "32", MOST_ROWS: ""}
 MOST_SLOTS: Final = 16
 """Tiles of the weights that are on their way to a block, at most."""
 
+PART_BYTES: Final = 16
+"""Bytes of ``maxima`` for a row and a block."""
+
+_MOST_BLOCKS: Final = 256
 _WARPS: Final = 8  # of a block
 _BARRIER_BYTES: Final = 128  # at the beginning of a block's shared memory
 
@@ -64,7 +68,12 @@ SPEC: Final = OpSpec(
 
 def block_count(n: int, limits: Limits) -> int:
     """Return how many blocks a launch has, and so in how many parts the maximum of a row comes."""
-    return min(-(-n // COLUMNS), limits.sm_count)
+    return min(-(-n // COLUMNS), limits.sm_count, _MOST_BLOCKS)
+
+
+def maxima_bytes(rows: int, n: int) -> int:
+    """Return the bytes of ``maxima`` that suffice on every device."""
+    return rows * min(-(-n // COLUMNS), _MOST_BLOCKS) * PART_BYTES
 
 
 def room_of(rows: int) -> int:

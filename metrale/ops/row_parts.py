@@ -54,7 +54,7 @@ def plan(entry: str, dims: Dims, dtype: str, limits: Limits, *, programmatic: bo
 
 
 def found(values: Array, columns: Array) -> Array:
-    """Return what kernels find of a part of each row: uint32 ``[rows, 4]``, for ``values`` (``[rows, n]``) in ``columns``.
+    """Return what kernels find of ``values``, ``[rows, n]``, which are those of some ``columns``: uint32 ``[rows, 4]``.
 
     Of the first of the largest, NaN counting as minus infinity, the complement of the column, and the value as a number
     that rises with it; both are 0 when none is above minus infinity. Then whether any value is not finite, and 0.

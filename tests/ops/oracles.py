@@ -258,6 +258,21 @@ def sample(v: Values) -> dict[str, Array]:
     return {**result, "ids": np.array(ids), "logprobs": np.array(logprobs), "flags": np.array(flags)}
 
 
+def join_maxima(v: Values) -> dict[str, Array]:
+    result = {"history": v["history"].copy(), "cells": v["cells"].copy(), "logprobs": np.zeros(v["rows"])}
+    ids, flags = [], []
+    for row, (slot, length, _, _, mode, _, _, cell, forced) in enumerate(v["counts"].tolist()):
+        parts = v["maxima"][row].tolist()
+        _, high, low = max((high > 0, high, low) for low, high, _, _ in parts)
+        ids.append(forced if forced >= 0 else 2**32 - 1 - low if high else 0)
+        flags.append(int(any(part[2] for part in parts)) + 2 * (forced < 0 and not high))
+        if cell >= 0:
+            result["cells"][cell] = ids[-1]
+        if mode & 4 and length < v["capacity"]:
+            result["history"][slot, length] = ids[-1]
+    return {**result, "ids": np.array(ids), "flags": np.array(flags)}
+
+
 def beam_candidates(v: Values) -> dict[str, Array]:
     rows, most = v["rows"], v["most"]
     values, ids, flags = np.full((rows, most), -math.inf), np.zeros((rows, most)), []
@@ -382,6 +397,7 @@ ORACLES: dict[str, Callable[[Values], dict[str, Array]]] = {
         thin_linear,
         cluster_linear,
         head_linear,
+        join_maxima,
         gemv,
         lora_down,
         lora_up,
