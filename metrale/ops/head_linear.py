@@ -29,6 +29,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 MOST_ROWS: Final = 64
 MOST_K: Final = 1024
 """Columns of x: what the registers of a block hold of it."""
+MOST_N: Final = 1 << 30
 COLUMNS: Final = 16
 """Of the result, in a tile: what a block has at a time."""
 
@@ -42,6 +43,7 @@ PART_BYTES: Final = 16
 """Bytes of ``maxima`` for a row and a block."""
 
 _MOST_BLOCKS: Final = 256
+_BESIDE: Final = 16 * 1024  # bytes of shared memory that are left to blocks of the kernel ahead
 _WARPS: Final = 8  # of a block
 _BARRIER_BYTES: Final = 128  # at the beginning of a block's shared memory
 
@@ -108,16 +110,19 @@ def plans(dims: Dims, dtype: str, limits: Limits) -> dict[int, LaunchPlan]:
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
-    """Have as many tiles under way as there is room for.
+    """Have as many tiles under way as there is room for beside a block of the kernel ahead.
+
+    A block for 64 rows takes all registers of a multiprocessor, so that there is nothing beside it.
 
     Raises
     ------
     ValueError
-        When there are more rows, or columns of x, than the op is for.
+        When a size is not what the op is for.
     """
-    dense.check_sizes(SPEC.name, dims, {"rows": MOST_ROWS, "k": MOST_K})
-    found_plans = plans(dims, dtype, limits)
-    return found_plans[max(found_plans)]
+    dense.check_sizes(SPEC.name, dims, {"rows": MOST_ROWS, "n": MOST_N, "k": MOST_K})
+    every = plans(dims, dtype, limits)
+    most = limits.max_shared_bytes - (_BESIDE if room_of(dims["rows"]) < MOST_ROWS else 0)
+    return every[max((slots for slots, how in every.items() if how.shared_bytes <= most), default=min(every))]
 
 
 def reference(
@@ -225,7 +230,7 @@ def head_linear(
     Raises
     ------
     ValueError
-        When there are too many rows, or columns of x.
+        When there are too many rows or columns.
     """
     strides = (k if x_stride is None else x_stride, n if out_stride is None else out_stride)
     sizes = (rows, n, k, *strides, n if counted is None else counted, block_count(n, gpu.limits()))

@@ -112,6 +112,7 @@ def make_inputs(
     counts[:, 7] = rng.permutation(rows + 2)[:rows]
     counts[::5, 7] = -1
     counts[2::3, 8] = rng.integers(0, columns, len(counts[2::3]))
+    counts[2:3, 8] = 0  # the first id may be forced as well
     return {
         "maxima": np.stack(parts, axis=1),
         "counts": counts,
