@@ -257,21 +257,32 @@ struct Product {
         }
     }
 
-    __device__ __forceinline__ float bias_at(int column) const {
-        return layer.bias != nullptr && column < layer.n ? to_float(layer.bias[column]) : 0.0f;
+    // The bias of the thread's four elements of a tile. It comes from far away, so it is asked for long before `finish`.
+    __device__ __forceinline__ uint2 load_biases(int tile) const {
+        const int column = tile * COLUMNS + own_quad * 4;
+        const T* const from = layer.bias + column;
+        unsigned words[2] = {0, 0};
+        if (own && layer.bias != nullptr) {
+            if (column + 4 <= layer.n && (reinterpret_cast<unsigned long long>(from) & 7) == 0) {
+                return *reinterpret_cast<const uint2*>(from);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (column + i < layer.n) {
+                    words[i / 2] |= static_cast<unsigned>(from[i].bits) << i % 2 * 16;
+                }
+            }
+        }
+        return make_uint2(words[0], words[1]);
     }
 
     // Adds the warps' sums of the thread's four elements of a tile, in order, and stores the result.
-    __device__ __forceinline__ void finish(int tile, const float* room) {
+    __device__ __forceinline__ void finish(int tile, const float* room, const uint2& bias) {
         if (!own) {
             return;
         }
         const int column = tile * COLUMNS + own_quad * 4;
-        float values[4] = {0.0f, 0.0f, 0.0f, 0.0f}, biases[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            biases[i] = bias_at(column + i);
-        }
+        float values[4] = {0.0f, 0.0f, 0.0f, 0.0f}, low[2], high[2];
         const float* const from = room + own_quad / 2 * OCTET_PITCH + own_row * 8 + own_quad % 2 * 4;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) {
@@ -281,8 +292,10 @@ struct Product {
             values[2] += part.z;
             values[3] += part.w;
         }
-        const unsigned words[2] = {word_of<T>(values[0] + biases[0], values[1] + biases[1]),
-                                   word_of<T>(values[2] + biases[2], values[3] + biases[3])};
+        unpack(bias.x, low, T{});
+        unpack(bias.y, high, T{});
+        const unsigned words[2] = {word_of<T>(values[0] + low[0], values[1] + low[1]),
+                                   word_of<T>(values[2] + high[0], values[3] + high[1])};
         T* const to = layer.out + (first + own_row) * layer.out_stride + column;
         if (column + 4 <= layer.n && (reinterpret_cast<unsigned long long>(to) & 7) == 0) {
             *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
@@ -339,14 +352,22 @@ struct Product {
         }
         __syncthreads();
         source.advance();
+        // Of two warps that share a part of the multiprocessor, one finishes the last tile while the other multiplies.
+        const bool early = threadIdx.x / WARP < WARPS / 2;
         int tile = blockIdx.x;
         float *room = shared, *other = shared + SUMS;
+        uint2 bias = make_uint2(0, 0);
 #pragma unroll 1
         for (; tile < tiles; tile += layer.blocks) {
+            const uint2 next_bias = load_biases(tile);
+            const bool again = tile != static_cast<int>(blockIdx.x);
+            if (again && early) {
+                finish(tile - layer.blocks, other, bias);
+            }
             Sums sums = {};
             multiply(weights, sums);
-            if (tile != static_cast<int>(blockIdx.x)) {
-                finish(tile - layer.blocks, other);
+            if (again && !early) {
+                finish(tile - layer.blocks, other, bias);
             }
             if (tile + layer.blocks < tiles) {
                 source.load(tile + layer.blocks, weights);
@@ -357,9 +378,10 @@ struct Product {
             float* const last = room;
             room = other;
             other = last;
+            bias = next_bias;
         }
         if (tile != static_cast<int>(blockIdx.x)) {
-            finish(tile - layer.blocks, other);
+            finish(tile - layer.blocks, other, bias);
         }
         store_maxima();
     }
