@@ -172,8 +172,11 @@ DENSE_KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ("            bias = next_bias;\n", ""),
         ("static_cast<unsigned>(from[i].bits) << i % 2 * 16", "static_cast<unsigned>(from[i].bits)"),
         ("if (again && !early) {", "if (again && early) {"),
-        ("make_uint2(words[0], words[1])", "make_uint2(words[1], words[0])"),
-        ("if (column + i < layer.n) {", "if (column + i + 1 < layer.n) {"),
+        ("(to) = make_uint2(words[0], words[1])", "(to) = make_uint2(words[1], words[0])"),
+        (
+            "if (column + i < layer.n) {\n                    to[i]",
+            "if (column + i + 1 < layer.n) {\n                    to[i]",
+        ),
         (">> i % 2 * 16)", ">> i / 2 * 16)"),
         ("column + i < layer.counted", "column + i < layer.n"),
         ("column + i < layer.counted", "column + i + 1 < layer.counted"),
