@@ -123,7 +123,7 @@ def model_steps(model: Model, lanes: int, beams: int) -> Iterator[Callable[[], N
                 rows = [base.offset(index * width * row_bytes) for index in range(len(seqs))]
                 model.select_beams_to_feed(rows, seqs, words[: len(seqs)], event)
             else:
-                model.sample_batch_to_feed(base, seqs, words.reshape(3, -1), event)
+                model.sample_batch_to_feed(base, seqs, words.reshape(3, -1), event, untouched=True)
 
         def step() -> None:
             model.decode_batch_fed([FeedSource(sampled=True)] * len(seqs), seqs)

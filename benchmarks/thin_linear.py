@@ -3,8 +3,8 @@
 
 Plans of `thin_linear` are named by entry point and warps, those of `cluster_linear` begin with "cluster" and have the
 size of one, with a launch of layer_norm ahead where the layer has a norm. One row goes through every plan of `gemv`,
-too; its names begin with "gemv". The output head is one of the layers; a step has it by the library's product where
-there is more than one row.
+too; its names begin with "gemv". The output head is one of the layers; where there is more than one row, a step has it
+by `head_linear`, or by the library's product.
 
     python -m benchmarks.thin_linear --out thin_linear.json
 

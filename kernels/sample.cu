@@ -30,13 +30,12 @@
 //
 // Of a row whose id is forced there is the first pass alone.
 
+#include "common/chosen.cuh"
 #include "common/philox.cuh"
 #include "common/processing.cuh"
 #include "common/shares.cuh"
 
-enum Count { SLOT, LENGTH, TOP_K, NGRAM, MODE, MASK0, MASK1, CELL, FORCED, COUNTS };
 enum Setting { TEMPERATURE, TOP_P, MIN_P, PENALTY, SETTINGS };
-enum Flag { NOT_FINITE = 1, NOTHING_LEFT = 2 };
 
 using Mass = unsigned long long;
 
@@ -305,16 +304,10 @@ struct Given {
     // Stores what becomes of a row, by one thread. `counts` are the row's, `chosen` is the logit of the id.
     __device__ __forceinline__ void store(long long r, const int* counts, int id, float chosen, const Found& found,
                                           bool nothing) const {
-        ids[r] = id;
-        flags[r] = (found.taint != 0 ? NOT_FINITE : 0) | (nothing ? NOTHING_LEFT : 0);
         const bool scored = counts[MODE] & LOGPROB;
-        logprobs[r] = scored ? fmaxf(chosen, -infinity()) + 0.0f - found.largest() - logf(found.sum) : 0.0f;
-        if (0 <= counts[CELL] && counts[CELL] < cell_count) {
-            cells[counts[CELL]] = id;
-        }
-        if ((counts[MODE] & KEEP) != 0 && counts[LENGTH] < capacity) {
-            history[static_cast<long long>(counts[SLOT]) * capacity + counts[LENGTH]] = id;
-        }
+        const float logprob = scored ? fmaxf(chosen, -infinity()) + 0.0f - found.largest() - logf(found.sum) : 0.0f;
+        const Chosen to{history, cells, ids, logprobs, flags, capacity, cell_count};
+        to.store(r, counts, id, logprob, found, nothing);
     }
 };
 

@@ -13,7 +13,7 @@
 #define METRALE_SHARES_CUH
 
 #include "common/dependent.cuh"
-#include "common/logits.cuh"
+#include "common/found.cuh"
 
 inline constexpr int SHARES = 256;
 inline constexpr int PARTS = WARP;         // most blocks of a row: a lane for what each has found
@@ -68,25 +68,6 @@ __device__ __forceinline__ Exponentials joined(Exponentials mine) {
                              __shfl_xor_sync(ALL_LANES, mine.sum, step)});
     }
     return mine;
-}
-
-// What was found of a row or a part of it.
-struct Found {
-    Key best;        // of the first of the largest elements; NO_KEY when none is above minus infinity
-    unsigned taint;  // not 0: there was a NaN or an infinity
-    float sum;       // of exp(x - the largest), where it was asked for
-
-    __device__ __forceinline__ float largest() const {
-        return best == NO_KEY ? -infinity() : value_of(best);
-    }
-
-    __device__ __forceinline__ uint4 words() const {
-        return make_uint4(static_cast<unsigned>(best), static_cast<unsigned>(best >> 32), taint, __float_as_uint(sum));
-    }
-};
-
-__device__ __forceinline__ Found found_of(const uint4& words) {
-    return {static_cast<Key>(words.y) << 32 | words.x, words.z, __uint_as_float(words.w)};
 }
 
 // Over the warp, all but the sum. Every lane gets the result.

@@ -48,6 +48,7 @@ BY_RULE: Final = {
     *(("beam_select", name) for name in ("values", "ids", "bans", "running", "history", "ancestry", "logps")),
     *(("beam_select", name) for name in ("pool", "state", "cells")),
     *(("sample", name) for name in ("bans", "bad_words", "history", "cells")),
+    *(("join_maxima", name) for name in ("history", "cells")),
     *(("lora_down", name) for name in ("ranks", "a")),
     *(("lora_up", name) for name in ("t", "ranks", "scales", "b", "out")),
 }
@@ -129,6 +130,8 @@ class Call:
             normed = " normed" if may_norm and self.value("gamma") else ""
             kept = " to kv" if self.spec.indirect and self.value("spans") else ""
             return f"{name} {dims['n']}x{dims['k']}{normed}{after}{' +=' if dims['residual'] else ''}{kept}"
+        if name == "head_linear":
+            return f"head_linear {dims['n']}x{dims['k']}"
         if name == "decode_attention":
             fused = dims["q_stride"] > dims["heads"] * dims["head_dim"]  # q lies between its keys and values
             beams = ", beams" if self.value("ancestry") else ""
@@ -262,11 +265,13 @@ RULES: Final = {
     "thin_linear": _linear,
     "cluster_linear": _linear,
     "gemv": _linear,
+    "head_linear": _linear,
     "decode_attention": _decode_attention,
     "attention_weights": _attention_weights,
     "packed_attention": _packed_attention,
     "kv_scatter": _kv_scatter,
     "sample": _sample,
+    "join_maxima": _sample,
     "beam_select": _beam_select,
     "lora_down": _lora_down,
     "lora_up": _lora_up,

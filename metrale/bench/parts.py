@@ -15,6 +15,7 @@ OF_OPS: Final[Mapping[str, str]] = {
     "kv_scatter": "KV write",
     "argmax": "choice",
     "sample": "choice",
+    "join_maxima": "choice",
     "beam_candidates": "choice",
     "beam_select": "choice",
 }

@@ -60,7 +60,7 @@ class FedBatch(Batch):
         """Enqueue the choice of every sequence's next id, and the copy of it to the host."""
         slot = self._free.popleft()
         self.model.sample_batch_to_feed(
-            self.model.logits_buffer_ptr(), self.seqs, self._buffers[slot], self._events[slot]
+            self.model.logits_buffer_ptr(), self.seqs, self._buffers[slot], self._events[slot], untouched=True
         )
         self._flights.append(slot)
 

@@ -244,7 +244,7 @@ class Steps:
         """Enqueue the choice of lanes whose rows follow row ``first``. Choosing again gives the same tokens."""
         seqs = [lane.seq for lane in lanes]
         dst, event = self._view(buffer, len(lanes)), self._events[buffer]
-        self._model.sample_batch_to_feed(self._row(first), seqs, dst, event, logprobs=logprobs)
+        self._model.sample_batch_to_feed(self._row(first), seqs, dst, event, logprobs=logprobs, untouched=True)
 
     def _select(self, lanes: list[Lane], rows: list[DevicePtr], buffer: int) -> None:
         """Enqueue a step of the lanes' searches. It comes after the choice, so that the event tells of both."""

@@ -103,6 +103,7 @@ class ModelDeviceFeed:
         stream: StreamLike = 0,
         *,
         logprobs: bool = False,
+        untouched: bool = False,
     ) -> None:
         """Choose the next id of every sequence on the device, each in its own way; nothing waits.
 
@@ -120,6 +121,9 @@ class ModelDeviceFeed:
             `NOT_FINITE_FLAG` when the row holds a NaN or an infinity, `NO_CHOICE_FLAG` when every id is forbidden.
         event : int
             Recorded on ``stream`` after the copy; ``dst`` may be read once it has happened.
+        untouched : bool
+            A promise that nobody but the model has written to these rows since the forward that filled them. The model
+            may then go by what it has found of them on the way. The ids are the same.
 
         Raises
         ------

@@ -19,9 +19,11 @@ from metrale.nllb.device_weights import DeviceWeights
 from metrale.nllb.fed import ADAPTERS, ANCESTRY, Fed
 from metrale.nllb.layers import PINNED, KvPlaces, Rows, launches
 from metrale.nllb.limits import ModelShape
+from metrale.nllb.logits import maximum_at
 from metrale.nllb.step_graphs import StepGraphs
 from metrale.nllb.workspace import Workspace
 from metrale.ops.dense import DTYPES as THIN_DTYPES
+from metrale.ops.head_linear import MOST_ROWS
 
 Observer = Callable[[Rows, int, Mapping[str, DevicePtr]], None]
 """What looks on in a pass: it is told the activations, the layer, and the columns of the pass' table."""
@@ -250,43 +252,60 @@ class Decoder:
     def _multiply_alike(self, rows: Rows, hidden: DevicePtr, apart: int, logits: DevicePtr, heads: int) -> None:
         """Multiply with the head so that each row's bits are its own.
 
-        Every product has as many rows as the device asks for, all of them at one distance. The logits of those that
-        nobody wants, behind the others, go to scratch memory: that place in the arena may be another's.
+        The library's products have as many rows as the device asks for, all of them at one distance. The logits of
+        those that nobody wants, behind the others, go to scratch memory: that place in the arena may be another's.
         """
         shape, gpu = self._shape, self._gpu
         width, row_bytes = shape.config.d_model * shape.itemsize, shape.logits_stride * shape.itemsize
-        if apart != width:  # side by side, in memory that the pass is done with
+        if apart != width and not shape.own_head:  # side by side, in memory that the pass is done with
             gpu.copy_d2d_2d_async(hidden, apart, rows.h, width, width, heads, rows.stream)
-            hidden = rows.h
+            hidden, apart = rows.h, width
         for first, count in launches(heads):
-            source, wanted = hidden.offset(first * width), logits.offset(first * row_bytes)
+            source, wanted = hidden.offset(first * apart), logits.offset(first * row_bytes)
             made = shape.product_rows(count)
             out = wanted
             if shape.head_scratch_rows and (made > count or wanted % REGION_ALIGNMENT):
                 out = self._workspace[f"{self._side}.logits"]
-            self._multiply(rows, source, width, out, made)
+            self._multiply(rows, source, apart, out, made, first)
             if out != wanted:
                 gpu.copy_d2d_async(out, wanted, count * row_bytes, rows.stream)
 
-    def _multiply(self, rows: Rows, hidden: DevicePtr, apart: int, logits: int, heads: int) -> None:
-        """Multiply ``heads`` rows, so many bytes apart, with the output head."""
-        shape = self._shape
-        head = (self._weights.head.weight, self._weights.head.bias, logits)
-        sizes: dict[str, Any] = {"n": shape.head_rows, "k": shape.config.d_model, "dtype": shape.dtype}
-        if heads == 1 and not rows.invariant and shape.dtype in THIN_DTYPES:
+    def _multiply(self, rows: Rows, hidden: DevicePtr, apart: int, logits: int, heads: int, first: int = 0) -> None:
+        """Multiply ``heads`` rows, so many bytes apart, with the output head; they are the pass' from row ``first``."""
+        shape, weights, stream = self._shape, self._weights.head, rows.stream
+        given: dict[str, Any] = {
+            "weight": weights.weight,
+            "bias": weights.bias,
+            "out": logits,
+            "n": shape.head_rows,
+            "k": shape.config.d_model,
+            "dtype": shape.dtype,
+        }
+        places: dict[str, Any] = {"x_stride": apart // shape.itemsize, "out_stride": shape.logits_stride, "rows": heads}
+        if self._by_own_head(heads):
+            places |= {"maxima": self._maxima_of(first), "counted": shape.vocab}
+            ops.head_linear(self._gpu, hidden, **given, **places, stream=stream)
+        elif heads == 1 and not rows.invariant and shape.dtype in THIN_DTYPES:
             # Reading the weights is all that takes time, and this begins to read them while the norm is under way.
-            ops.gemv(self._gpu, hidden, *head, **sizes, stream=rows.stream)
-            return
-        ops.linear(
-            self._gpu,
-            hidden,
-            *head,
-            rows=heads,
-            **sizes,
-            x_stride=apart // shape.itemsize,
-            out_stride=shape.logits_stride,
-            workspace=rows.gemm.workspace,
-            workspace_bytes=rows.gemm.workspace_bytes,
-            algorithm=PINNED if rows.invariant else None,
-            stream=rows.stream,
-        )
+            ops.gemv(self._gpu, hidden, **given, stream=stream)
+        else:
+            places |= {"workspace": rows.gemm.workspace, "workspace_bytes": rows.gemm.workspace_bytes}
+            algorithm = PINNED if rows.invariant else None
+            ops.linear(self._gpu, hidden, **given, **places, algorithm=algorithm, stream=stream)
+
+    def _maxima_of(self, row: int) -> DevicePtr:
+        """Return where the parts of a row's maximum go; NULL where nobody asks for them."""
+        if self._side != "decoder":
+            return DevicePtr.NULL
+        return maximum_at(self._gpu, self._shape, self._workspace, row)
+
+    def leaves_maxima(self, lanes: int) -> bool:
+        """Return whether a pass with so many rows of logits also leaves the parts of their maxima."""
+        return self._side == "decoder" and self._by_own_head(lanes)
+
+    def _by_own_head(self, heads: int) -> bool:
+        """Return whether `head_linear` multiplies so many rows: where their bits must be their own, or it is faster."""
+        shape = self._shape
+        if shape.batch_invariant:  # at most as many rows as it takes
+            return shape.own_head
+        return shape.own_head and 1 < heads <= MOST_ROWS and self._gpu.limits().max_cluster > 1

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_runtime.backend import GpuBackend
+from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.ranges import open_ranges, ranged
 from gpu_runtime.streams import StreamLike
 from metrale.checks import integer
@@ -23,6 +24,8 @@ from metrale.nllb.passes import Copy, Passes
 from metrale.nllb.slot_rules import SlotRules
 from metrale.nllb.slots import ANYWHERE, NOTHING, Batch, SlotColumns, Step
 from metrale.nllb.workspace import Workspace, arrivals_bytes, feed_state
+from metrale.ops.head_linear import block_count
+from metrale.ops.join_maxima import join_maxima
 from metrale.ops.processing import SUPPRESS
 from metrale.ops.sample import COUNT_COLUMNS, KEEP, LOGPROB, SETTING_COLUMNS, sample
 
@@ -195,6 +198,7 @@ class TokenFeed:
         event: int,
         stream: StreamLike,
         logprobs: bool,
+        untouched: bool,
     ) -> None:
         """See `metrale.model.ModelDeviceFeed.sample_batch_to_feed`. Those of ``batch`` have been checked."""
         slots = batch.slots
@@ -210,7 +214,8 @@ class TokenFeed:
         if logprobs:
             counts[:, _MODE] |= LOGPROB
         adjust = asks & _ADJUSTS != 0 or (asks & _CHANGES != 0 and bool((counts[:, _MODE] & SUPPRESS).any()))
-        how = {"adjust": adjust, "greedy": not adjust and asks & _DRAWS == 0}
+        greedy = not adjust and asks & _DRAWS == 0
+        how = {"adjust": adjust, "greedy": greedy, "join": greedy and untouched and not logprobs}
         self._choose(logits, counts, self._settings[slots], self._seeds[slots], dst, event, stream, **how)
         self._columns.waiting[slots] = ANYWHERE
 
@@ -262,10 +267,13 @@ class TokenFeed:
         *,
         greedy: bool,
         adjust: bool = False,
+        join: bool = False,
     ) -> None:
+        """Enqueue the choice of ids. ``join``: the rows' maxima suffice, if the model has them."""
         shape, space, arena = self._shape, self._space, self._logits.arena
         rows = len(counts)
-        self._logits.index(logits, rows)
+        first = self._logits.index(logits, rows)
+        maxima = self._logits.maxima(first, rows) if join else DevicePtr.NULL
         require_event(self._gpu, event)
         results = self._places["feed.results"]
         passes = self._passes
@@ -276,34 +284,44 @@ class TokenFeed:
             table = space.tables["feed"].upload(
                 stream, counts=counts.reshape(-1), settings=settings.reshape(-1), seeds=seeds
             )
-            sample(
-                self._gpu,
-                logits,
-                table["counts"],
-                table["settings"],
-                table["seeds"],
-                self._places["feed.bans"],
-                self._places["feed.words"],
+            chosen = (
                 self._places["feed.history"],
                 self._places["feed.cells"],
                 results,
                 results.offset(4 * rows),
                 results.offset(8 * rows),
-                self._places["feed.parts"],
-                self._places["feed.arrivals"],
-                rows=rows,
-                vocab=shape.vocab,
-                stride=arena.row_elements,
-                slot_count=shape.limits.max_batch,
-                words=shape.ban_words,
-                word_room=WORD_ROOM,
-                capacity=self._capacity,
-                cell_count=shape.feed_cells,
-                adjust=adjust,
-                greedy=greedy,
-                dtype=arena.dtype,
-                stream=stream,
             )
+            sizes: dict[str, Any] = {
+                "rows": rows,
+                "slot_count": shape.limits.max_batch,
+                "capacity": self._capacity,
+                "cell_count": shape.feed_cells,
+                "stream": stream,
+            }
+            if not maxima.is_null:
+                blocks = block_count(shape.head_rows, self._gpu.limits())
+                join_maxima(self._gpu, maxima, table["counts"], *chosen, blocks=blocks, **sizes)
+            else:
+                sample(
+                    self._gpu,
+                    logits,
+                    table["counts"],
+                    table["settings"],
+                    table["seeds"],
+                    self._places["feed.bans"],
+                    self._places["feed.words"],
+                    *chosen,
+                    self._places["feed.parts"],
+                    self._places["feed.arrivals"],
+                    vocab=shape.vocab,
+                    stride=arena.row_elements,
+                    words=shape.ban_words,
+                    word_room=WORD_ROOM,
+                    adjust=adjust,
+                    greedy=greedy,
+                    dtype=arena.dtype,
+                    **sizes,
+                )
             self._gpu.copy_d2h_async(results, dst, stream)
             self._gpu.record_event(event, stream)
 

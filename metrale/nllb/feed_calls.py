@@ -106,13 +106,14 @@ class FeedCalls(ForwardCalls):
         stream: StreamLike = 0,
         *,
         logprobs: bool = False,
+        untouched: bool = False,
     ) -> None:
         with self._lock:
             self._check_open()
             integer("seqs: length", len(seqs), 1)
             batch = self._admission.all_prefilled("sample_batch_to_feed", seqs)
             self._beams.refuse("sample_batch_to_feed", batch)
-            self._feed.sample(logits, seqs, batch, dst, event, stream, logprobs)
+            self._feed.sample(logits, seqs, batch, dst, event, stream, logprobs, untouched)
 
     def reserve_decode_block(self, seq: SequenceState) -> int:
         """Return 0: a sequence has the KV of all its positions from the start."""

@@ -12,6 +12,8 @@ from metrale.checks import integer
 from metrale.model import BATCH_LADDER, MAX_BEAMS, padded_batch_n
 from metrale.nllb.config import NllbConfig
 from metrale.nllb.embeddings import TIED, Tables
+from metrale.ops.head_linear import MOST_K
+from metrale.ops.head_linear import SPEC as HEAD
 
 _MOST_ENCODER_TOKENS: Final = 16384
 
@@ -185,9 +187,15 @@ class ModelShape:
         largest = min(self.limits.max_batch, BATCH_LADDER[-1] + 1)  # nothing above that is padded more
         return max(self.step_rows(lanes) - lanes for lanes in range(1, largest + 1))
 
+    @property
+    def own_head(self) -> bool:
+        """Whether `metrale.ops.head_linear` can multiply with the output head; else it is the library's product."""
+        return self.dtype in HEAD.dtypes and self.config.d_model <= MOST_K
+
     def product_rows(self, rows: int) -> int:
         """Return how many rows the products of a decoder pass of ``rows`` rows have: there must be room for them."""
-        return -(-rows // self.fixed_rows) * self.fixed_rows if self.batch_invariant else rows
+        fixed = self.fixed_rows if self.batch_invariant and not self.own_head else 1
+        return -(-rows // fixed) * fixed
 
     @property
     def head_scratch_rows(self) -> int:

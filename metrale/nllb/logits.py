@@ -13,6 +13,7 @@ from gpu_runtime.arena import LogitsArena
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.device_buffer import DeviceBuffer
 from gpu_runtime.errors import InvalidPointer
+from gpu_runtime.pointer import DevicePtr
 from gpu_runtime.ranges import open_ranges, ranged
 from gpu_runtime.streams import StreamLike
 from metrale import ops
@@ -21,10 +22,18 @@ from metrale.errors import InvalidInput, told
 from metrale.nllb.limits import ModelShape
 from metrale.nllb.turns import Turn
 from metrale.nllb.workspace import Workspace, arrivals_bytes
+from metrale.ops.head_linear import PART_BYTES, block_count
+
+
+def maximum_at(gpu: GpuBackend, shape: ModelShape, space: Workspace, row: int) -> DevicePtr:
+    """Return where a step leaves the parts of the maximum of a row of logits, as `metrale.ops.head_linear` has them."""
+    return space["decoder.maxima"].offset(row * block_count(shape.head_rows, gpu.limits()) * PART_BYTES)
 
 
 class LogitsRows:
     """Rows of logits on the device, and for each row the turn whose latest use says when it is written.
+
+    Of some rows the device has the parts of their maxima, too, as long as nobody but the model has written to them.
 
     Parameters
     ----------
@@ -37,6 +46,8 @@ class LogitsRows:
 
     def __init__(self, gpu: GpuBackend, shape: ModelShape, space: Workspace, writer: Turn) -> None:
         self._gpu = gpu
+        self._shape = shape
+        self._space = space
         self._results, self._parts, self._arrivals = (
             space[name] for name in ("argmax", "argmax.parts", "argmax.arrivals")
         )
@@ -46,6 +57,7 @@ class LogitsRows:
             gpu.alloc(rows * stride * shape.itemsize, tag="logits"), rows, shape.vocab, shape.dtype
         )
         self._writers = [writer] * rows
+        self._has_maximum = [False] * rows
         try:
             self._clear()
         except BaseException:
@@ -63,9 +75,20 @@ class LogitsRows:
             self._gpu.copy_d2d(arena.base, arena.row(filled), count * arena.row_bytes)
             filled += count
 
-    def written(self, writer: Turn, row: int, count: int) -> None:
-        """Note that the latest use of ``writer`` writes ``count`` rows from ``row``."""
+    def writing(self, row: int, count: int) -> None:
+        """Note that ``count`` rows from ``row`` are about to be written: their maxima are not known until they are."""
+        self._has_maximum[row : row + count] = [False] * count
+
+    def written(self, writer: Turn, row: int, count: int, *, maxima: bool = False) -> None:
+        """Note that the latest use of ``writer`` writes ``count`` rows from ``row``, and perhaps their maxima."""
         self._writers[row : row + count] = [writer] * count
+        self._has_maximum[row : row + count] = [maxima] * count
+
+    def maxima(self, row: int, count: int) -> DevicePtr:
+        """Return where the parts of the maxima of ``count`` rows from ``row`` are; NULL unless all have some."""
+        if not all(self._has_maximum[row : row + count]):
+            return DevicePtr.NULL
+        return maximum_at(self._gpu, self._shape, self._space, row)
 
     def any_written_by(self, writer: Turn, row: int, count: int) -> bool:
         """Return whether ``writer`` wrote one of ``count`` rows from ``row``."""

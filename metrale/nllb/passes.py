@@ -105,11 +105,12 @@ class Passes:
         if any_fresh or rows.any_written_by(self.prefilling, 0, lanes):
             self.prefilling.wait(stream)
         self.feeding.wait(stream)
+        rows.writing(0, lanes)
         with self.decoding.use(stream):
             self._decoder.run(self._columns.fed(step), rows.arena.base, stream)
             for copy in copies:
                 self._gpu.copy_d2d_async(*copy, stream)
-        rows.written(self.decoding, 0, lanes)
+        rows.written(self.decoding, 0, lanes, maxima=self._decoder.leaves_maxima(lanes))
         if any_fresh:
             fresh[step.slots] = False
         self.hidden = self._decoder.hidden
@@ -158,6 +159,7 @@ class Passes:
 
     def _force(self, stream: StreamLike, feed: Feed, observe: Observer | None) -> DevicePtr:
         base = self._logits.arena.base
+        self._logits.writing(0, len(feed.ids))
         self._prefix.run(fed_ids([feed]), base, stream, of_all=True, observe=observe)
         self._logits.written(self.prefilling, 0, len(feed.ids))
         self.hidden = self._prefix.hidden
@@ -182,6 +184,7 @@ class Passes:
 
     @ranged("prefill")
     def _prefill(self, prompts: list[Prompt], row: int, stream: StreamLike) -> list[DevicePtr]:
+        self._logits.writing(row, len(prompts))
         with self.prefilling.use(stream):
             self._encode(prompts, stream)
             first = 0

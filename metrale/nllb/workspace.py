@@ -23,6 +23,7 @@ from metrale.nllb.staging import Ring
 from metrale.ops import row_parts
 from metrale.ops.beam_candidates import MAX_CANDIDATES, ROW_COLUMNS
 from metrale.ops.beam_layout import GROUP_COLUMNS, GROUP_SETTINGS, pool_width
+from metrale.ops.head_linear import maxima_bytes
 from metrale.ops.linear import scratch_bytes
 from metrale.ops.sample import COUNT_COLUMNS, SETTING_COLUMNS
 
@@ -156,7 +157,7 @@ def workspace_layout(shape: ModelShape) -> Layout:
     the inside of the feed-forward block). The encoder's ``wide`` also takes the cross-attention keys and values. The
     sides of a prefill, ``encoder`` and ``prefix``, share nothing with ``decoder``, so that both can run at once. Where
     products have rows that nobody wants, each side of the decoder has room for them, and ``logits`` for what the head
-    makes of them.
+    makes of them. Where the head is a kernel of ours, it leaves the parts of a step's maxima in ``decoder.maxima``.
     """
     config, limits, layout = shape.config, shape.limits, Layout()
     d, tokens, wide = config.d_model, limits.encoder_tokens, _encoder_wide(shape)
@@ -168,6 +169,8 @@ def workspace_layout(shape: ModelShape) -> Layout:
         if shape.head_scratch_rows:
             layout.add(f"{side}.logits", shape.head_scratch_rows * shape.logits_stride * shape.itemsize)
         layout.add(f"{side}.table", table_layout(DECODER_COLUMNS, rows).nbytes)
+    if shape.own_head:
+        layout.add("decoder.maxima", maxima_bytes(limits.max_batch, shape.head_rows))
     if shape.spare_rows:
         layout.add("decoder.spare", shape.spare_rows * shape.position_bytes)
     if limits.max_adapters:

@@ -9,6 +9,8 @@ from metrale.ops.cluster_linear import cluster_linear
 from metrale.ops.decode_attention import decode_attention
 from metrale.ops.embed import embed
 from metrale.ops.gemv import gemv
+from metrale.ops.head_linear import head_linear
+from metrale.ops.join_maxima import join_maxima
 from metrale.ops.kv_scatter import kv_scatter
 from metrale.ops.layer_norm import layer_norm
 from metrale.ops.linear import linear
@@ -29,6 +31,8 @@ __all__ = [
     "decode_attention",
     "embed",
     "gemv",
+    "head_linear",
+    "join_maxima",
     "kv_scatter",
     "layer_norm",
     "linear",

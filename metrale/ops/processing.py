@@ -73,6 +73,13 @@ def bitmap_bytes(op: str, dims: Dims, limits: Limits, static_shared: int) -> int
     return shared
 
 
+def in_range(op: str, name: str, values: Array, low: int, after: int) -> None:
+    """Raise InvalidPointer when one of the values is not in ``[low, after)``."""
+    if values.size and not low <= values.min() <= values.max() < after:
+        got = f"{values.min()} to {values.max()}"
+        raise InvalidPointer(f"{op}: {name}: expected values in [{low}, {after}), got {got}")
+
+
 @dataclass(frozen=True, slots=True)
 class Processors:
     """The steps above for the rows of one launch, whose arguments are checked as a GPU would not.
@@ -116,10 +123,8 @@ class Processors:
             raise ValueError(f"{self.op}: adjust: expected 1, as row {row} has penalty, n-grams, bans or words")
 
     def in_range(self, name: str, values: Array, low: int, after: int) -> None:
-        """Raise InvalidPointer when one of the values is not in ``[low, after)``."""
-        if values.size and not low <= values.min() <= values.max() < after:
-            got = f"{values.min()} to {values.max()}"
-            raise InvalidPointer(f"{self.op}: {name}: expected values in [{low}, {after}), got {got}")
+        """`in_range` of the op."""
+        in_range(self.op, name, values, low, after)
 
     def apply(self, scores: Array, *, slot: int, rules: int, length: int, ngram: int, mode: int, penalty: Any) -> None:
         """Process a row's scores, float32 ``[vocab]``, in place: the history is ``slot``'s, the rest ``rules``'."""

@@ -53,6 +53,27 @@ def plan(entry: str, dims: Dims, dtype: str, limits: Limits, *, programmatic: bo
     return plans(entry, dims, programmatic)[1 << (most.bit_length() - 1)]
 
 
+def found(values: Array, columns: Array) -> Array:
+    """Return what kernels find of ``values``, ``[rows, n]``, which are those of some ``columns``: uint32 ``[rows, 4]``.
+
+    Of the first of the largest, NaN counting as minus infinity, the complement of the column, and the value as a number
+    that rises with it; both are 0 when none is above minus infinity. Then whether any value is not finite, and 0.
+    """
+    words = np.zeros((len(values), 4), np.uint32)
+    if not columns.size:
+        return words
+    raw = values.astype(np.float32)
+    known = np.fmax(raw, np.float32(-np.inf)) + np.float32(0)
+    best = known.argmax(axis=1)
+    largest = known[np.arange(len(raw)), best]
+    bits = largest.view(np.uint32)
+    words[:, 0] = ~columns[best].astype(np.uint32)
+    words[:, 1] = bits ^ np.where(bits >> 31, np.uint32(0xFFFFFFFF), np.uint32(0x80000000))
+    words[largest == -np.inf, :2] = 0
+    words[:, 2] = ~np.isfinite(raw).all(axis=1)
+    return words
+
+
 def arrive(op: str, arrivals: Array) -> None:
     """Do in a reference what all blocks of a launch do to ``arrivals``.
 

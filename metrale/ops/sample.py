@@ -156,10 +156,9 @@ def reference(
     bounds. So is a row that asks for more with ``greedy``, where a GPU would pass over that.
     """
     column = dict(zip(COUNT_COLUMNS, counts.T, strict=True))
-    slot, length, mode, cell, forced = (column[name] for name in ("slot", "length", "mode", "cell", "forced"))
-    keeps = mode & KEEP != 0
+    mode, forced = column["mode"], column["forced"]
     processors = Processors(SPEC.name, bans, bad_words, history)
-    processors.check({**column, "penalty": settings[:, _PENALTY]}, adjust, needs_slot=keeps)
+    processors.check({**column, "penalty": settings[:, _PENALTY]}, adjust, needs_slot=mode & KEEP != 0)
     for name, after in (("mask0", vocab), ("mask1", vocab), ("cell", cell_count), ("forced", vocab)):
         processors.in_range(name, column[name], -1, after)
 
@@ -181,9 +180,15 @@ def reference(
     scored = (mode & LOGPROB).nonzero()[0]
     if scored.size:
         logprobs[scored] = _logprobs(logits[scored], ids[scored])
-    if keeps.any():
-        keeps &= length < capacity
-        history[slot[keeps], length[keeps]] = ids[keeps]
+    keep(counts, ids, history, cells)
+
+
+def keep(counts: Array, ids: Array, history: Array, cells: Array) -> None:
+    """Put each row's id where its row of ``counts`` says, in a reference that has checked them."""
+    column = dict(zip(COUNT_COLUMNS, counts.T, strict=True))
+    slot, length, cell = (column[name] for name in ("slot", "length", "cell"))
+    keeps = (column["mode"] & KEEP != 0) & (length < history.shape[1])
+    history[slot[keeps], length[keeps]] = ids[keeps]
     celled = cell >= 0
     cells[cell[celled]] = ids[celled]
 

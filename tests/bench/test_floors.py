@@ -88,6 +88,14 @@ LORA: dict[str, Any] = {"rows": 4, "segments": 2, "room": 16, "adapter_count": 3
             call("gemv", n=8, k=16, kv_from=3, gamma=0, beta=0),  # five columns go into the KV cache
             Cost(2 * (8 * 16 + 8), 2 * (16 + 3) + 8 + 4, 2 * 5, 2 * 8 * 16),
         ),
+        (
+            call("head_linear", rows=3, n=8, k=16, blocks=2),  # with four words for each row and block
+            Cost(2 * (8 * 16 + 8), 2 * (3 * 16 + 3 * 8) + 4 * 4 * 3 * 2, 0, 2 * 3 * 8 * 16),
+        ),
+        (
+            call("join_maxima", rows=3, blocks=2, slot_count=5, capacity=7, cell_count=9),
+            Cost(0, 4 * (4 * 3 * 2 + 9 * 3 + 3 * 3 + 3)),  # an id goes to its cell
+        ),
         (call("linear", **LINEAR, bias=0), Cost(2 * 8 * 16, 2 * (3 * 16 + 3 * 8), 0, 2 * 3 * 8 * 16)),
         (
             call("linear", **LINEAR, residual=1),  # what is added to is read as well
@@ -221,6 +229,7 @@ def test_the_floor_is_the_longer_of_moving_and_computing() -> None:
         (call("cluster_linear", rows=3, n=8, k=16, spans=0, residual=1), "cluster_linear 8x16 +="),
         (call("gemv", n=8, k=16, gamma=0, spans=0, activation=1), "gemv 8x16 relu"),
         (call("gemv", n=8, k=16), "gemv 8x16 normed to kv"),
+        (call("head_linear", rows=3, n=8, k=16), "head_linear 8x16"),
         (call("decode_attention", **ATTENTION, q_stride=96), "decode_attention self"),
         (call("decode_attention", **ATTENTION, q_stride=32), "decode_attention cross"),
         (call("decode_attention", **BEAMS, q_stride=96), "decode_attention self, beams"),

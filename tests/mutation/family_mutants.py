@@ -94,7 +94,7 @@ FAMILY_MUTANTS: list[Mutant] = [
         "metrale.nllb.decoder",
         _NUMBERS,
         ("weights.target_embedding", "weights.source_embedding"),
-        ("self._weights.head.weight", "self._weights.target_embedding"),
+        ("weights.weight", "self._weights.target_embedding"),
     ),
     *rules("embeddings", "metrale.nllb.encoder", _NUMBERS, ("weights.source_embedding", "weights.target_embedding")),
     *rules(

@@ -8,6 +8,7 @@ from tests.mutation.rules import files, rules
 
 _GROUP = "batch invariance"
 _MODEL = files("invariant")
+_MAXIMA = files("maxima", "products")
 _OPS = ("tests/ops/test_batch_invariance.py",)
 _PRODUCTS = ("tests/gpu_runtime/test_gemm.py", "-k", "given_algorithm")
 
@@ -44,11 +45,13 @@ INVARIANCE_MUTANTS: list[Mutant] = [
         "metrale.nllb.decoder",
         _MODEL,
         ("if rows.invariant:", "if False:"),
-        ("if apart != width:", "if False:"),
+        ("if apart != width and not shape.own_head:", "if False:"),
+        ("            return shape.own_head\n", "            return False\n"),
+        ("hidden.offset(first * apart)", "hidden"),
         ("made = shape.product_rows(count)", "made = count"),
         ("count * row_bytes, rows.stream", "row_bytes, rows.stream"),
         ('self._workspace[f"{self._side}.logits"]', 'self._workspace["decoder.logits"]'),
-        ("algorithm=PINNED if rows.invariant else None", "algorithm=None"),
+        ("PINNED if rows.invariant else None", "None"),
         ("self._shape.always_adapts or adapter", "adapter"),
     ),
     *rules(
@@ -68,7 +71,8 @@ INVARIANCE_MUTANTS: list[Mutant] = [
         _GROUP,
         "metrale.nllb.limits",
         _MODEL,
-        ("self.fixed_rows if self.batch_invariant else rows", "self.fixed_rows"),
+        ("if self.batch_invariant and not self.own_head else 1", "if self.batch_invariant else 1"),
+        ("if self.batch_invariant and not self.own_head else 1", "if not self.own_head else 1"),
         ("if self.product_rows(1) > 1 else 0", ""),
         ("return self.batch_invariant and self.limits.max_adapters > 0", "return False"),
     ),
@@ -86,6 +90,40 @@ INVARIANCE_MUTANTS: list[Mutant] = [
         _OPS,
         ("rounded = -(-lengths // _KEYS) * _KEYS", "rounded = np.full_like(lengths, lengths.max())"),
     ),
+    *rules(
+        "maxima",
+        "metrale.nllb.passes",
+        _MAXIMA,
+        ("        rows.writing(0, lanes)\n", ""),
+        ("maxima=self._decoder.leaves_maxima(lanes)", "maxima=True"),
+        ("maxima=self._decoder.leaves_maxima(lanes)", "maxima=False"),
+    ),
+    *rules(
+        "maxima",
+        "metrale.nllb.logits",
+        _MAXIMA,
+        ("self._has_maximum[row : row + count] = [maxima] * count", "self._has_maximum[row] = maxima"),
+        ("if not all(self._has", "if not any(self._has"),
+        ("offset(row * block_count", "offset(0 * block_count"),
+    ),
+    *rules(
+        "maxima",
+        "metrale.nllb.feed",
+        _MAXIMA,
+        ("greedy and untouched and not logprobs}", "greedy and not logprobs}"),
+        ("greedy and untouched and not logprobs}", "greedy and untouched}"),
+        ("greedy and untouched and not logprobs}", "untouched and not logprobs}"),
+        ("self._logits.maxima(first, rows) if join", "self._logits.maxima(0, rows) if join"),
+    ),
+    *rules(
+        "maxima",
+        "metrale.nllb.decoder",
+        _MAXIMA,
+        ('"counted": shape.vocab', '"counted": shape.head_rows'),
+        ("self._maxima_of(first)", "self._maxima_of(0)"),
+        ("1 < heads <= MOST_ROWS", "1 < heads < MOST_ROWS"),
+    ),
+    *rules("maxima", "metrale.engine.steps", _MAXIMA, (", untouched=True)", ")")),
     *rules(_GROUP, "metrale.ops.attention_weights", _OPS, ("room=longest)", "room=None)")),
     *rules(_GROUP, "metrale.ops.dense", _OPS, ("by_row=True", "by_row=False")),
     *rules(_GROUP, "metrale.ops.lora_down", _OPS, ("by_row=True", "by_row=False")),

@@ -205,7 +205,7 @@ MODEL_MUTANTS: list[Mutant] = [
         "slots and rows",
         "metrale.nllb.passes",
         _BOTH,
-        ("rows.written(self.decoding, 0, lanes)", "rows.written(self.decoding, 0, 1)"),
+        ("rows.written(self.decoding, 0, lanes,", "rows.written(self.decoding, 0, 1,"),
         ("self._logits.written(self.prefilling, row, len(prompts))", "pass"),
         ("adapter = len(prompt.source), prompt", "adapter = len(prompt.source) + 1, prompt"),
         ("            self._columns.filled(prompt.span)\n", ""),
@@ -305,7 +305,7 @@ MODEL_MUTANTS: list[Mutant] = [
         "metrale.nllb.decoder",
         files("head"),
         ('"n": shape.head_rows', '"n": shape.vocab'),
-        ("self._weights.head.bias", "NULL"),
+        ("weights.bias", "NULL"),
     ),
     *rules(
         "staging",

@@ -127,7 +127,8 @@ def test_on_the_host_as_it_is(make_tiny: MakeModel, dtype: str) -> None:
     seqs = [prefilled(model, case) for case in neighbours(rng, 5)]
     with model.gpu.launch_trace() as trace:
         model.decode_batch([9] * 5, seqs)
-    assert {record.name.split("x")[0] for record in trace if record.kind == "gemm"} == {"5"}
+    rows = {record.name.split("x")[0] for record in trace if record.kind == "gemm"}
+    assert rows == ({"5"} if dtype == "float32" else set())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -207,7 +208,7 @@ def test_adapters_of_neighbours_do_not_matter(tmp_path: Path, gpu: GpuBackend, d
         with gpu.launch_trace() as trace:
             base = model.decode_batch([9] * 16, seqs)
         library = [record.name for record in trace if record.kind == "gemm"]
-        assert library == [f"64x{head_product(model)}"] or dtype == "float32"
+        assert not library or dtype == "float32"
         for lane, seq in enumerate(seqs):
             rows[lane].append(logits(model, base, lane))
             model.free_sequence(seq)
@@ -257,7 +258,7 @@ def test_both_sides_of_a_mixed_step_have_memory_for_rows_that_nobody_wants(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_launches_of_a_step(make_tiny: MakeModel, dtype: str) -> None:
-    """Layers in products of one order; the head's has 64 rows, of which those wanted are copied unless all are."""
+    """Layers in products of one order. The library's head has 64 rows, of which those wanted are copied unless all are."""
     model = make_tiny(dtype=dtype, step_graphs=False, **LIMITS)
     head, layers = head_product(model), 3 * 6
     larger = "cluster_linear" if model.gpu.limits().max_cluster > 1 else "thin_linear"
@@ -267,13 +268,16 @@ def test_launches_of_a_step(make_tiny: MakeModel, dtype: str) -> None:
         with model.gpu.launch_trace() as trace:
             model.decode_batch([9] * lanes, seqs[:lanes])
         products = [record.name.split("x", 1) for record in trace if record.kind == "gemm"]
+        heads = [record for record in trace if record.name.startswith("head_linear_")]
+        copied.append(sum(record.kind == "copy" for record in trace))
+        if dtype != "float32":
+            own = larger if lanes > 8 else "thin_linear"
+            assert (len(products), len(heads), own_products(trace)) == (0, groups, {own: groups * layers})
+            continue
         assert {rows for rows, _ in products} == {"64"}
         assert sum(shape == head for _, shape in products) == groups
-        assert len(products) == groups * (1 if dtype != "float32" else 1 + layers)
-        own = larger if lanes > 8 else "thin_linear"
-        assert own_products(trace) == ({own: groups * layers} if dtype != "float32" else {})
-        copied.append(sum(record.kind == "copy" for record in trace))
-    assert copied == [copied[0], *[copied[0] + 1] * 3]
+        assert (len(products), len(heads), own_products(trace)) == (groups * (1 + layers), 0, {})
+    assert copied == [copied[0], *[copied[0] + (dtype == "float32")] * 3]
 
 
 def test_an_encoder_pass_has_one_source(make_tiny: MakeModel) -> None:
@@ -307,12 +311,12 @@ def test_rows_that_were_not_asked_for_stay_as_they_are(make_tiny: MakeModel, dty
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_plan_is_what_is_allocated(tiny_folder: Path, gpu: GpuBackend, dtype: str) -> None:
-    """Two sides of logits, and activations, for 64 rows each; nothing without the option, which has other sums."""
+    """Two sides of logits, and activations, for 64 rows each, where they are needed; the option has no other sums."""
     limits: dict[str, Any] = {"max_batch": 4, "max_source_len": 12, "max_new_tokens": 8}
     plain = metrale.memory_plan(tiny_folder, gpu, dtype, **limits)
     plan = metrale.memory_plan(tiny_folder, gpu, dtype, **limits, batch_invariant=True)
     width = 3 * 32 + max(3 * 32, 64)
-    rows = 2 * 64 * 128 + (64 - 4 + 64 - 8) * width
+    rows = 2 * 64 * 128 + (64 - 4 + 64 - 8) * width if dtype == "float32" else 0
     assert plan.workspace - plain.workspace == rows * dtypes.itemsize(dtypes.short_name(dtype))
     sums = 0 if dtype == "float32" else 3 * 2 * (3 * 32 + 32 + 64) * 4  # for one row's LayerNorms, in three layers
     assert plain.weights - plan.weights == sums

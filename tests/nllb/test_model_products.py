@@ -37,15 +37,28 @@ def own_products(trace: Sequence[LaunchRecord]) -> Counter[str]:
     return Counter(op for op in ops for name in kernels if name.startswith(f"{op}_"))
 
 
-def products(model: NllbModel, rows: int) -> Counter[str]:
-    """Return what makes the products of a step of so many rows, but for the library's of the head."""
+def traced(model: NllbModel, rows: int) -> Sequence[LaunchRecord]:
+    """Return the launches of a step of so many rows."""
     seqs = [prefilled(model, Case([5, 6, 7], 80, 81, [])) for _ in range(rows)]
     with model.gpu.launch_trace() as trace:
         model.decode_batch([9] * rows, seqs)
     for seq in seqs:
         model.free_sequence(seq)
+    return trace
+
+
+def products(model: NllbModel, rows: int) -> Counter[str]:
+    """Return what makes the products of a step of so many rows, but for those that the head alone has."""
+    trace = traced(model, rows)
     library = sum(one.kind == "gemm" and not one.name.endswith(head_product(model)) for one in trace)
     return Counter({"library": library}) + own_products(trace)  # no zeros
+
+
+def heads(model: NllbModel, rows: int) -> Counter[str]:
+    """Return what multiplies with the head in such a step, but for a `gemv`: that one is among its `products`."""
+    trace = traced(model, rows)
+    library = sum(one.kind == "gemm" and one.name.endswith(head_product(model)) for one in trace)
+    return Counter({"library": library, "own": sum(one.name.startswith("head_linear_") for one in trace)}) + Counter()
 
 
 def test_by_the_number_of_rows(make_tiny: MakeModel, gpu: GpuBackend) -> None:
@@ -70,6 +83,23 @@ def test_kernels_of_one_order_alone_where_bits_must_not_depend_on_the_rows(
     assert [products(model, rows) for rows in (1, 8)] == [{"thin_linear": LAYERS}] * 2
     assert [products(model, rows) for rows in (9, 64)] == [{larger: LAYERS}] * 2
     assert products(model, 65) == {larger: 2 * LAYERS}
+
+
+def test_the_head_by_the_number_of_rows(make_tiny: MakeModel, gpu: GpuBackend) -> None:
+    model = make_tiny(dtype="float16", **LIMITS)
+    few = "own" if gpu.limits().max_cluster > 1 else "library"
+    assert [heads(model, rows) for rows in (1, 2, 64, 65)] == [{}, {few: 1}, {few: 1}, {"library": 1}]
+    assert heads(make_tiny(dtype="float32", **LIMITS), 2) == {"library": 1}
+
+
+@pytest.mark.parametrize(("most", "own"), [(32, "own"), (31, "library")])
+def test_a_head_that_is_too_wide_is_the_librarys(
+    make_tiny: MakeModel, monkeypatch: pytest.MonkeyPatch, most: int, own: str
+) -> None:
+    """Where bits must not depend on the rows, by the one or the other whatever the rows are."""
+    monkeypatch.setattr("metrale.nllb.limits.MOST_K", most)
+    model = make_tiny(dtype="float16", batch_invariant=True, **LIMITS)
+    assert [heads(model, rows) for rows in (1, 2, 64, 65)] == [{own: 1}] * 3 + [{own: 2}]
 
 
 @pytest.fixture

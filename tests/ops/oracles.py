@@ -258,6 +258,21 @@ def sample(v: Values) -> dict[str, Array]:
     return {**result, "ids": np.array(ids), "logprobs": np.array(logprobs), "flags": np.array(flags)}
 
 
+def join_maxima(v: Values) -> dict[str, Array]:
+    result = {"history": v["history"].copy(), "cells": v["cells"].copy(), "logprobs": np.zeros(v["rows"])}
+    ids, flags = [], []
+    for row, (slot, length, _, _, mode, _, _, cell, forced) in enumerate(v["counts"].tolist()):
+        parts = v["maxima"][row].tolist()
+        _, high, low = max((high > 0, high, low) for low, high, _, _ in parts)
+        ids.append(forced if forced >= 0 else 2**32 - 1 - low if high else 0)
+        flags.append(int(any(part[2] for part in parts)) + 2 * (forced < 0 and not high))
+        if cell >= 0:
+            result["cells"][cell] = ids[-1]
+        if mode & 4 and length < v["capacity"]:
+            result["history"][slot, length] = ids[-1]
+    return {**result, "ids": np.array(ids), "flags": np.array(flags)}
+
+
 def beam_candidates(v: Values) -> dict[str, Array]:
     rows, most = v["rows"], v["most"]
     values, ids, flags = np.full((rows, most), -math.inf), np.zeros((rows, most)), []
@@ -313,6 +328,25 @@ def thin_linear(v: Values) -> dict[str, Array]:
 
 def cluster_linear(v: Values) -> dict[str, Array]:
     return thin_linear({**v, "gamma": None, "beta": None})
+
+
+def head_linear(v: Values) -> dict[str, Array]:
+    result = linear({**v, "activation": 0, "residual": 0})
+    if v["maxima"] is None:
+        return result
+    given = result["out"].astype(v["out"].dtype)
+    maxima = np.zeros((v["rows"], v["blocks"], 4))
+    for row, block in np.ndindex(v["rows"], v["blocks"]):
+        best: float | None = None
+        for column in range(v["counted"]):
+            if column // 16 % v["blocks"] == block:
+                value = float(given[row, column])
+                maxima[row, block, 2] = max(maxima[row, block, 2], not math.isfinite(value))
+                if value > (-math.inf if best is None else best):
+                    best = value
+                    bits = int(np.float32(value + 0.0).view(np.uint32))
+                    maxima[row, block, :2] = 2**32 - 1 - column, bits ^ (2**32 - 1 if bits >> 31 else 1 << 31)
+    return {**result, "maxima": maxima}
 
 
 def gemv(v: Values) -> dict[str, Array]:
@@ -376,6 +410,8 @@ ORACLES: dict[str, Callable[[Values], dict[str, Array]]] = {
         linear,
         thin_linear,
         cluster_linear,
+        head_linear,
+        join_maxima,
         gemv,
         lora_down,
         lora_up,

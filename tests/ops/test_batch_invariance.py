@@ -75,6 +75,12 @@ CASES: dict[str, tuple[Mapping[str, Any], ...]] = {
         {"rows": ROWS, "n": 40, "k": 17_000, "out_pad": 3},
         {"rows": ROWS, "n": 33, "k": 77, "x_pad": 3, "activation": "relu"},
     ),
+    "head_linear": (
+        {"rows": ROWS, "n": 700, "k": 1024, "spare": 30, "maxima": True},
+        {"rows": ROWS, "n": 97, "k": 520, "x_pad": 8},
+        {"rows": ROWS, "n": 33, "k": 77, "x_pad": 3, "out_pad": 1, "maxima": True},
+    ),
+    "join_maxima": ({"rows": ROWS, "blocks": 40, "columns": 900, "levels": 5},),
     "attention_weights": (
         {"lengths": tuple(1 + (7 * row) % 150 for row in range(ROWS)), "heads": 4, "head_dim": 64, "longest": 160},
         {"lengths": tuple(1 + (5 * row) % 70 for row in range(ROWS)), "heads": 2, "head_dim": 24},
