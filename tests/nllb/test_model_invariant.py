@@ -258,7 +258,7 @@ def test_both_sides_of_a_mixed_step_have_memory_for_rows_that_nobody_wants(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_launches_of_a_step(make_tiny: MakeModel, dtype: str) -> None:
-    """Layers in products of one order. The library's head has 64 rows, of which those wanted are copied unless all are."""
+    """Layers in products of one order. The library's head has 64 rows: those wanted are copied, unless all are."""
     model = make_tiny(dtype=dtype, step_graphs=False, **LIMITS)
     head, layers = head_product(model), 3 * 6
     larger = "cluster_linear" if model.gpu.limits().max_cluster > 1 else "thin_linear"

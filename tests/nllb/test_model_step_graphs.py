@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from metrale.errors import InvalidInput
 from metrale.model import BATCH_LADDER, FeedSource
 from metrale.nllb import step_graphs
 from metrale.nllb.model import NllbModel
+from metrale.nllb.workspace import UPLOAD_PARTS, UPLOADS_AHEAD
 from tests.backends import Device, host_only
 from tests.draws import draws
 from tests.nllb.adapters import Shelf
@@ -250,21 +252,23 @@ def test_the_kinds_of_steps_are_few(make_tiny: MakeModel) -> None:
 # how much a step asks of the device, and threads
 
 
+STEPS = UPLOAD_PARTS * UPLOADS_AHEAD
+"""So many steps fill each slot of a table once. For each part of the slots there is an event, and a question to it."""
 STEP: dict[str, int] = {
-    "launch_graph": 1,
-    "copy_h2d_async": 1,  # its table
-    "event_query": 1,  # whether the table's page-locked slot is free
-    "record_event": 2,  # that slot's, and the decode turn's, for which nobody waits on the same stream
-    "stream_is_capturing": 1,
-    "is_watched": 1,
+    "launch_graph": STEPS,
+    "copy_h2d_async": STEPS,  # its table
+    "event_query": UPLOAD_PARTS,  # whether a part of the table's page-locked slots is free
+    "record_event": STEPS + UPLOAD_PARTS,  # the decode turn, for which nobody waits on the same stream; and the parts
+    "stream_is_capturing": STEPS,
+    "is_watched": STEPS,
 }
 CHOICE: dict[str, int] = {
-    "launch": 1,
-    "copy_h2d_async": 1,
-    "copy_d2h_async": 1,
-    "event_query": 2,  # the caller's event, and the slot's
-    "record_event": 3,  # the slot's, the feeding turn's and the caller's
-    "stream_is_capturing": 1,
+    "launch": STEPS,
+    "copy_h2d_async": STEPS,
+    "copy_d2h_async": STEPS,
+    "event_query": STEPS + UPLOAD_PARTS,  # the caller's event, and the parts
+    "record_event": 2 * STEPS + UPLOAD_PARTS,  # the feeding turn, the caller's, and the parts
+    "stream_is_capturing": STEPS,
 }
 
 
@@ -277,16 +281,18 @@ def test_a_step_makes_a_few_calls_whatever_its_lanes(make_tiny: MakeModel, gpu: 
     warm(model, lanes)
     seqs = [prefilled(model, case(lane)) for lane in range(lanes)]
     sampled(model, model.logits_buffer_ptr(), seqs)
+    made = [Counter[str](), Counter[str]()]
     with results(model, 3, lanes) as (dst, event):
-        for _ in range(2):  # the first comes after prefills, for which it waits as well
+        for turn in range(1 + STEPS):
             with counting(gpu) as step:
                 model.decode_batch_fed([FeedSource(sampled=True)] * lanes, seqs)
             for seq in seqs:
                 seq.seq_len += 1
             with counting(gpu) as choice:
                 model.sample_batch_to_feed(model.logits_buffer_ptr(), seqs, dst, event)
-    assert step == STEP
-    assert choice == CHOICE
+            if turn > 0:  # the first comes after prefills, for which it waits as well
+                made = [made[0] + step, made[1] + choice]
+    assert made == [STEP, CHOICE]
 
 
 def test_threads_that_share_a_model_replay_its_graphs(make_tiny: MakeModel, gpu: GpuBackend) -> None:
