@@ -275,8 +275,9 @@ template <typename T, int ROWS, int SLICES, bool STREAMED, bool NORMED, typename
 struct Product {
     static constexpr int CHUNKS = SLICES * PACKS;
     static constexpr int PITCH = MOST_WARPS * ROWS;  // from slice to slice among a block's sums
-    static constexpr int OWN = ROWS + (NORMED ? 2 : 0);  // sums of a warp in a slice: with its rows, and those of x
-    static constexpr int COUNT = room_of(SLICES * OWN);
+    static constexpr int COUNT = room_of(SLICES * ROWS);
+    static constexpr bool TOGETHER = NORMED && room_of(SLICES * (ROWS + 2)) == COUNT;  // there is room for those of x
+    static constexpr int OWN = ROWS + (TOGETHER ? 2 : 0);  // sums of a warp in a slice that are formed at once
 
     const Layer<T>& layer;
     int row, column;  // the warp's first row of the weights, and where the lane's first pack begins
@@ -311,17 +312,29 @@ struct Product {
 
     // Leaves the warp's sums in shared memory. Of those of x, all groups of warps have the same.
     __device__ __forceinline__ void store_sums(uint4 (&x)[CHUNKS], const Room& room) const {
-        constexpr int EACH = WARP / COUNT;
-        float parts[COUNT] = {};
-        if constexpr (NORMED) {
+        float parts[COUNT] = {}, own_parts[room_of(2 * SLICES)];
+        if constexpr (TOGETHER) {
             multiply_itself<T, OWN, ROWS>(x, parts);
+        } else if constexpr (NORMED) {
+            multiply_itself<T, 2, 0>(x, own_parts);
+        }
+        if constexpr (NORMED) {
             scale<T>(x, gamma);
         }
         tile.template multiply<OWN>(x, parts);
+        store_each<OWN, 0>(parts, room);
+        if constexpr (NORMED && !TOGETHER) {
+            store_each<2, ROWS>(own_parts, room);
+        }
+    }
+
+    // Stores sums of each slice: with the warp's rows from FIRST on, and behind those, the two of x.
+    template <int EACH, int FIRST, int ALL>
+    __device__ __forceinline__ static void store_each(float (&parts)[ALL], const Room& room) {
         const float sum = warp_reduce_each<Sum>(parts);
-        const int lane = threadIdx.x % WARP, which = lane / EACH, r = which % OWN;
-        const int slice = threadIdx.x / WARP * SLICES + which / OWN;
-        if (lane % EACH != 0 || which >= SLICES * OWN) {
+        const int lane = threadIdx.x % WARP, which = lane / (WARP / ALL), r = FIRST + which % EACH;
+        const int slice = threadIdx.x / WARP * SLICES + which / EACH;
+        if (lane % (WARP / ALL) != 0 || which >= SLICES * EACH) {
             return;
         }
         if (r < ROWS) {

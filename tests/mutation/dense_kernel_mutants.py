@@ -215,7 +215,7 @@ DENSE_KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ("own ? (odd ? odd_sum : even_sum) : 0.0f", "own ? even_sum : 0.0f"),
         ("sums[0][at] + sums[1][at]", "sums[0][at]"),
         ("parts[s * PITCH + r] = pairs[r / 2].of(r % 2)", "parts[s * PITCH + r] = pairs[r / 2].of(0)"),
-        ("which = lane / EACH, r", "which = lane % COUNT, r"),
+        ("which = lane / (WARP / ALL), r", "which = lane % ALL, r"),
         ("s < MOST_WARPS * SLICES; ++s", "s < SLICES; ++s"),
         ("sum += s < slices ? room.sums[s * PITCH + thread]", "sum = s < slices ? room.sums[s * PITCH + thread]"),
         ("            if (STREAMED && first < layer.k) {\n                load_weights(first);\n            }\n", ""),
@@ -247,6 +247,8 @@ DENSE_KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ("            scale<T>(x, gamma);\n        }\n        tile", "        }\n        tile"),
         ("row_sums.squares += s < slices", "row_sums.squares = s < slices"),
         ("load_once_from(layer.gamma + at, columns_from(at,", "load_once_from(layer.gamma + at, columns_from(first,"),
+        ("            multiply_itself<T, 2, 0>(x, own_parts);\n", ""),
+        ("            store_each<2, ROWS>(own_parts, room);\n", ""),
         # rings
         ("each * warp + min(warp, more)", "each * warp"),
         ("each + (warp < more ? 1 : 0)", "each"),

@@ -277,7 +277,7 @@ CHOICE: dict[str, int] = {
 def test_a_step_makes_a_few_calls_whatever_its_lanes(make_tiny: MakeModel, gpu: GpuBackend, lanes: int) -> None:
     """The fed step of an engine: one table, one graph; and the choice: one table, one kernel, one copy of results. None
     allocates, and none waits."""
-    model = make_tiny(step_graphs=True, **LIMITS)
+    model = make_tiny(step_graphs=True, **{**LIMITS, "max_new_tokens": STEPS + 8})
     warm(model, lanes)
     seqs = [prefilled(model, case(lane)) for lane in range(lanes)]
     sampled(model, model.logits_buffer_ptr(), seqs)
