@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The dense layers of a decode step by kernels of ours, in every plan, beside layer_norm and the library's product.
 
-Plans of `thin_linear` are named by entry point and warps, those of `cluster_linear` begin with "cluster" and have the
-size of one, with a launch of layer_norm ahead where the layer has a norm. One row goes through every plan of `gemv`,
-too; its names begin with "gemv". The output head is one of the layers; where there is more than one row, a step has it
-by `head_linear`, or by the library's product.
+Plans of `thin_linear` are named by entry point and warps, those of `cluster_linear` by their kind, "cluster" or
+"chained", and the size of a cluster, with a launch of layer_norm ahead where the layer has a norm. One row goes through
+every plan of `gemv`, too; its names begin with "gemv". The output head is one of the layers; where there is more than
+one row, a step has it by `head_linear`, or by the library's product.
 
     python -m benchmarks.thin_linear --out thin_linear.json
 
@@ -55,6 +55,8 @@ ROWS: Final = (1, 4, 8, 16, 32, 64)
 WIDTHS: Final = {"cuda": (1024, 2048), "host": (64,)}
 HEAD_ROWS: Final = {"cuda": 256_256, "host": 320}
 EPS: Final = 1e-5
+CLUSTERS: Final = ("cluster", "chained")
+"""What names of plans of `cluster_linear` begin with, those of the plain entry points and of the chained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +196,16 @@ class Bench:
         dims = {"rows": rows, "n": self.layer.n, "k": self.layer.k}
         given = (dims, self.dtype, self.gpu.limits())
         found = {f"{name or 'streamed'} {warps}w": Way(OP, how) for (name, warps), how in plans(*given).items()}
-        found |= {f"cluster {size}": Way(CLUSTER, how) for size, how in cluster_plans(*given).items()}
+        for chained, name in enumerate(CLUSTERS):
+            every = cluster_plans({**dims, "chained": chained}, *given[1:])
+            found |= {f"{name} {size}": Way(CLUSTER, how) for size, how in every.items()}
         if rows == 1:
             found |= {f"gemv {name or 'streamed'}": Way(GEMV, how) for name, how in gemv_plans(*given).items()}
         return found
 
     def chosen(self, rows: int) -> tuple[str, str]:
         """Return the names of the plans that `thin_linear`, or for one row `gemv`, and `cluster_linear` choose."""
-        dims = {"rows": rows, "n": self.layer.n, "k": self.layer.k}
+        dims = {"rows": rows, "n": self.layer.n, "k": self.layer.k, "chained": 0}
         thin, cluster = (
             choose(dims, self.dtype, self.gpu.limits()) for choose in (gemv_plan if rows == 1 else plan, cluster_plan)
         )

@@ -12,9 +12,10 @@
 //            memory: metrale.ops.cluster_linear.shared_bytes. May begin before the kernel ahead has ended, if nothing
 //            that is still under way writes weight, bias, spans or positions.
 // Aliasing   out and the places in the KV cache overlap nothing that is read.
-// Order      That of common/chains.cuh, where each block of a cluster has a part: a row's bits depend on its own elements,
-//            the weights and the size of the cluster: not on the other rows, not on its place, not on alignment. They are
-//            those of thin_linear with parts as long.
+// Order      A row's bits depend on its own elements, the weights and the size of the cluster: not on the other rows,
+//            not on its place, not on alignment. The entry points that are `chained` have the order of common/chains.cuh,
+//            where each block of a cluster has a part: their bits are those of thin_linear with parts as long. `chained`
+//            is 1 for them and 0 for the others.
 // Numbers    Products of T summed in float on the tensor cores; bias, activation and residual in float.
 //
 // For few rows, up to 64: the weights are read once, and then x, which every block needs, is the limit. So the blocks of
@@ -35,7 +36,8 @@ constexpr int THREADS = WARPS * WARP;
 constexpr int MOST_ROWS = 64;     // of x
 constexpr int ROWS_AT_ONCE = 16;  // rows of x that the tensor cores take
 constexpr int STEP_BYTES = 2 * STEP;
-constexpr int PAD_BYTES = 64;     // between rows of x, or of the weights, in shared memory: no bank conflicts
+constexpr int PAD_BYTES = 16;     // between rows of x, or of the weights, in shared memory: no bank conflicts
+constexpr int CHAINED_PAD_BYTES = 64;  // the same where rows are read by chains
 constexpr int ROW_WARPS = 2;      // warps that divide the rows; the others divide the columns
 constexpr int TILES = MOST_ROWS / ROWS_AT_ONCE / ROW_WARPS;  // of 16 rows, that a warp has
 constexpr int COLS = 4;           // of 8 columns of the result, that a warp has
@@ -59,8 +61,11 @@ struct Part {
     int begin, columns;
 };
 
-template <typename T>
+// CHAINED: sums are in the order of common/chains.cuh. Otherwise they are in that of memory, which is faster.
+template <typename T, bool CHAINED>
 struct Block {
+    static constexpr int PAD = CHAINED ? CHAINED_PAD_BYTES : PAD_BYTES;
+
     const Layer<T>& layer;
     const KvPlaces<T>& kv;
     const int ranks, rank, rows, column;  // rows: of x in whole tiles; column: the block's first
@@ -84,8 +89,8 @@ struct Block {
           rank(cluster_rank()),
           rows((l.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE),
           column(static_cast<int>(blockIdx.x) / ranks * COLUMNS) {
-        const int chain = chain_columns(l.k), chains = (l.k + chain - 1) / chain;
-        const int each = (chains + ranks - 1) / ranks * chain;
+        const int unit = CHAINED ? chain_columns(l.k) : UNIT, units = (l.k + unit - 1) / unit;
+        const int each = (units + ranks - 1) / ranks * unit;
         part.begin = min(l.k, rank * each);
         part.columns = min(l.k - part.begin, each);
         whole = l.k % PACK<T> == 0 && rows_aligned16(l.x, l.x_stride) && aligned16(l.weight);
@@ -96,9 +101,9 @@ struct Block {
         biases = reinterpret_cast<float*>(places + MOST_ROWS);
         sums = biases + COLUMNS;
         weights = shared_address(sums);
-        const int room = static_cast<int>((end - weights) / (COLUMNS + rows)) - PAD_BYTES;  // of a row, in bytes
+        const int room = static_cast<int>((end - weights) / (COLUMNS + rows)) - PAD;  // of a row, in bytes
         at_once = min(each, room / (UNIT * static_cast<int>(sizeof(T))) * UNIT);
-        pitch = at_once * sizeof(T) + PAD_BYTES;
+        pitch = at_once * sizeof(T) + PAD;
         xs = weights + COLUMNS * pitch;
     }
 
@@ -153,40 +158,62 @@ struct Block {
 
     using Sums = float[TILES][COLS][4];
 
-    // What a warp multiplies in a step: of each tile of x rows lane / 4 and lane / 4 + 8, and a row of each 8 of the
-    // weights.
+    // What a warp multiplies in a step: of each tile of x, and of each 8 rows of the weights. By chains, a lane has 8
+    // columns of rows lane / 4 and lane / 4 + 8 of a tile, and of a row of the weights; otherwise what the tensor cores
+    // take of a tile's left 16 columns and of its right ones, and of both of the weights.
     struct Operands {
         uint4 x[TILES][2], weights[COLS];
     };
 
+    // Where a lane reads of rows of x, or of the weights, from row `first` on; `at_once` are an operand's.
+    __device__ __forceinline__ unsigned lane_place(int first, int at_once) const {
+        const int lane = threadIdx.x % WARP;
+        return CHAINED ? (first + lane / LANES) * pitch + lane % LANES * 16
+                       : (first + lane % at_once) * pitch + lane / at_once * 16;
+    }
+
+    __device__ __forceinline__ static uint4 load_operand(unsigned from) {
+        return CHAINED ? load_shared(from) : load_matrices(from);
+    }
+
     __device__ __forceinline__ void load(Operands& to, unsigned x_rows, unsigned weight_rows, int tiles) const {
 #pragma unroll
         for (int c = 0; c < COLS; ++c) {
-            to.weights[c] = load_shared(weight_rows + c * 8 * pitch);
+            to.weights[c] = load_operand(weight_rows + c * 8 * pitch);
         }
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             if (tile < tiles) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    to.x[tile][half] = load_shared(x_rows + (tile * ROWS_AT_ONCE + half * 8) * pitch);
+                    const int row = tile * ROWS_AT_ONCE + (CHAINED ? half * 8 : 0), byte = CHAINED ? 0 : half * 32;
+                    to.x[tile][half] = load_operand(x_rows + row * pitch + byte);
                 }
             }
         }
+    }
+
+    // Half of what a lane has of a tile of x, as the tensor cores take it.
+    __device__ __forceinline__ static uint4 half_of(const uint4 (&x)[2], int half) {
+        if (!CHAINED) {
+            return x[half];
+        }
+        return half == 0 ? make_uint4(x[0].x, x[1].x, x[0].y, x[1].y) : make_uint4(x[0].z, x[1].z, x[0].w, x[1].w);
     }
 
     __device__ __forceinline__ static void multiply_step(const Operands& with, int tiles, Sums& own) {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             if (tile < tiles) {
-                const uint4 &a = with.x[tile][0], &b = with.x[tile][1];
 #pragma unroll
-                for (int c = 0; c < COLS; ++c) {
-                    multiply_add(own[tile][c], a.x, b.x, a.y, b.y, with.weights[c].x, with.weights[c].y, T{});
-                }
+                for (int half = 0; half < 2; ++half) {
+                    const uint4 x = half_of(with.x[tile], half);
 #pragma unroll
-                for (int c = 0; c < COLS; ++c) {
-                    multiply_add(own[tile][c], a.z, b.z, a.w, b.w, with.weights[c].z, with.weights[c].w, T{});
+                    for (int c = 0; c < COLS; ++c) {
+                        const uint4& both = with.weights[c];
+                        const uint2 w = half == 0 ? make_uint2(both.x, both.y) : make_uint2(both.z, both.w);
+                        multiply_add(own[tile][c], x.x, x.y, x.z, x.w, w.x, w.y, T{});
+                    }
                 }
             }
         }
@@ -207,14 +234,14 @@ struct Block {
         }
     }
 
-    // Adds some columns to the sums of the warp's chain, which has `left` steps to go; where it has none, `own` is
-    // that of the next chain, and `before` of those that are done.
+    // Adds some columns to the warp's sums. By chains these are `own` of a chain that has `left` steps to go; where it
+    // has none, `own` is that of the next chain, and `before` of those that are done.
     __device__ __forceinline__ void multiply(int columns, unsigned x_rows, unsigned weight_rows, int tiles, int& left,
                                              Sums& before, Sums& own) const {
         const int steps = tiles > 0 ? (columns + STEP - 1) / STEP : 0;
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
-            if (left == 0) {
+            if (CHAINED && left == 0) {
                 add(before, own);
                 clear(own);
                 left = chain_columns(layer.k) / STEP;
@@ -353,12 +380,12 @@ struct Block {
             fill_weights(0);
         }
         store_early();
-        const int lane = threadIdx.x % WARP, row_warp = threadIdx.x / WARP % ROW_WARPS;
+        const int row_warp = threadIdx.x / WARP % ROW_WARPS;
         const int first_row = row_warp * (TILES * ROWS_AT_ONCE);
         const int first_column = threadIdx.x / WARP / ROW_WARPS * (COLS * 8);
         const int tiles = min(TILES, (rows - first_row) / ROWS_AT_ONCE);  // that the warp has; below 1, none
-        const unsigned x_rows = xs + (first_row + lane / LANES) * pitch + lane % LANES * 16;
-        const unsigned weight_rows = weights + (first_column + lane / LANES) * pitch + lane % LANES * 16;
+        const unsigned x_rows = xs + lane_place(first_row, ROWS_AT_ONCE);
+        const unsigned weight_rows = weights + lane_place(first_column, 8);
         Sums chains = {}, own = {};
         int left = chain_columns(layer.k) / STEP;
         wait_for_previous();
@@ -383,7 +410,9 @@ struct Block {
             }
             multiply(min(at_once, part.columns - done), x_rows, weight_rows, tiles, left, chains, own);
         }
-        add(own, chains);
+        if (CHAINED) {
+            add(own, chains);
+        }
         __syncthreads();  // weights and x have been read
         store_sums(own, first_row, first_column, tiles);
         cluster_barrier();
@@ -392,15 +421,17 @@ struct Block {
     }
 };
 
-#define ENTRY(T, suffix)                                                                                           \
+#define ENTRY(T, suffix, chains)                                                                                   \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) cluster_linear_##suffix(                              \
         const T* x, const T* weight, const T* bias, T* out, const unsigned long long* spans, const int* positions, \
         int rows, int n, int k, long long x_stride, long long out_stride, int activation, int residual,            \
-        int kv_from, long long kv_offset, long long kv_stride) {                                                   \
+        int kv_from, long long kv_offset, long long kv_stride, int chained) {                                      \
         extern __shared__ uint4 memory[];                                                                          \
         const Layer<T> layer = {x, weight, bias, out, rows, n, k, x_stride, out_stride, activation, residual != 0}; \
         const KvPlaces<T> kv = {spans, positions, kv_from, kv_offset, kv_stride};                                  \
-        Block<T>(layer, kv, reinterpret_cast<char*>(memory)).run();                                                \
+        Block<T, chains>(layer, kv, reinterpret_cast<char*>(memory)).run();                                        \
     }
-ENTRY(f16, f16)
-ENTRY(bf16, bf16)
+ENTRY(f16, f16, false)
+ENTRY(f16, f16_chained, true)
+ENTRY(bf16, bf16, false)
+ENTRY(bf16, bf16_chained, true)

@@ -16,7 +16,7 @@
 // Aliasing   out and the places in the KV cache overlap nothing that is read.
 // Order      That of common/chains.cuh: a row's bits depend on its own elements, the weights and part alone: not on the
 //            other rows, not on its place, not on alignment, not on the entry point, not on the number of warps. They are
-//            those of layer_norm and cluster_linear, with parts as long.
+//            those of layer_norm and a chained cluster_linear, with parts as long.
 // Numbers    Products of T summed in float on the tensor cores; LayerNorm, bias, activation and residual in float.
 //
 // For few rows, up to 64 or so: the weights are read once and are the limit. Each warp of a block has a chain of k, and

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
 // Copies from global into shared memory that the memory system makes by itself (compute capability 9.0 and later), and
-// packs that threads move to and from there.
+// what threads move to and from there: packs, and matrices of 16-bit elements as mma.m16n8k16 takes them.
 //
 // Addresses are those of shared memory, in bytes.
 
@@ -65,6 +65,16 @@ __device__ __forceinline__ uint4 load_shared(unsigned from) {
                  : "r"(from)
                  : "memory");
     return pack;
+}
+
+// Four 8 by 8 matrices, a word of each. Lane i names row i % 8 of matrix i / 8.
+__device__ __forceinline__ uint4 load_matrices(unsigned row) {
+    uint4 words;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"(row)
+                 : "memory");
+    return words;
 }
 
 #endif

@@ -271,7 +271,7 @@ class Rows:
 
     def _clustered(self, p: _Product) -> None:
         for count, options in self._launches(p):
-            ops.cluster_linear(self.gpu, **options, rows=count, out_stride=p.n)
+            ops.cluster_linear(self.gpu, **options, rows=count, out_stride=p.n, chained=self.invariant)
 
     def _single(self, p: _Product) -> None:
         norm: dict[str, Any] = {"eps": LAYER_NORM_EPS}  # without a norm, too: no launch that has a 0.0 is kept

@@ -216,7 +216,7 @@ def thin_linear(
     KV cache as `metrale.ops.dense` says, and ``out`` is ``[rows, kv_from]``. Neither a residual nor an activation goes
     with it.
 
-    On a device a row has the bits that `layer_norm` and `cluster_linear` give it there, one after the other.
+    On a device a row has the bits that `layer_norm` and a chained `cluster_linear` give it there, one after the other.
 
     The kernel may start before the ones ahead of it on the stream have ended. No kernel that may still run then may
     write ``gamma``, ``beta``, ``weight``, ``bias``, ``spans`` or ``positions``.

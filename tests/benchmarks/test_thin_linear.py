@@ -18,7 +18,7 @@ from gpu_runtime.limits import MINIMUM
 from metrale.ops.gemv import VARIANTS as GEMV_VARIANTS
 from metrale.ops.thin_linear import OP, VARIANTS
 
-PLANS: Final = 2 * len(VARIANTS) + 1
+PLANS: Final = 2 * len(VARIANTS) + 2
 """Of `thin_linear`, and of `cluster_linear` where there are no clusters."""
 
 
@@ -64,9 +64,10 @@ def test_a_norm_goes_ahead_of_what_has_none(monkeypatch: pytest.MonkeyPatch) -> 
     with HostBackend() as gpu, ExitStack() as undo:
         bench = thin_linear.Bench(gpu, layer, "bf16", undo)
         ways = bench.ways(3)
-        assert [name for name in ways if name.startswith("cluster")] == [f"cluster {size}" for size in (1, 2, 4, 8)]
+        clusters = [f"{kind} {size}" for kind in ("cluster", "chained") for size in (1, 2, 4, 8)]
+        assert [name for name in ways if name.startswith(thin_linear.CLUSTERS)] == clusters
         for name, way in ways.items():
             with gpu.launch_trace() as trace:
                 bench.ours(3, way, programmatic=True, copies=2)(0)
-            before = ["layer_norm_bf16"] if name.startswith("cluster") else []
+            before = ["layer_norm_bf16"] if name in clusters else []
             assert [record.name for record in trace] == [*before, way.how.entry] * 2

@@ -37,6 +37,8 @@ INVARIANCE_MUTANTS: list[Mutant] = [
         ("clustered if clusters and self.count > THIN_ROWS else thin", "clustered"),
         ("clusters and self.count > THIN_ROWS else", "clusters and self.count >= THIN_ROWS else"),
         ("elif clusters and n * k", "elif n * k"),
+        ("chained=self.invariant", "chained=True"),
+        ("chained=self.invariant", "chained=False"),
         ("self.count <= _most_clustered(min(n, k))", "self.count < _most_clustered(min(n, k))"),
         ("self.count <= THIN_ROWS and", "self.count < THIN_ROWS and"),
     ),

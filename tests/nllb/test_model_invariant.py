@@ -261,7 +261,7 @@ def test_launches_of_a_step(make_tiny: MakeModel, dtype: str) -> None:
     """Layers in products of one order. The library's head has 64 rows: those wanted are copied, unless all are."""
     model = make_tiny(dtype=dtype, step_graphs=False, **LIMITS)
     head, layers = head_product(model), 3 * 6
-    larger = "cluster_linear" if model.gpu.limits().max_cluster > 1 else "thin_linear"
+    larger = "cluster_linear chained" if model.gpu.limits().max_cluster > 1 else "thin_linear"
     seqs = [prefilled(model, case) for case in neighbours(np.random.default_rng(3), 70)]
     copied = []
     for lanes, groups in ((64, 1), (1, 1), (33, 1), (70, 2)):

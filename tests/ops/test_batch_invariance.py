@@ -70,9 +70,9 @@ CASES: dict[str, tuple[Mapping[str, Any], ...]] = {
         {"rows": ROWS, "n": 33, "k": 77, "norm": True, "x_pad": 3, "activation": "relu"},
     ),
     "cluster_linear": (
-        {"rows": ROWS, "n": 3072, "k": 1024, "kv": 2048},
+        {"rows": ROWS, "n": 3072, "k": 1024, "kv": 2048, "chained": True},
         {"rows": ROWS, "n": 97, "k": 2048, "residual": True, "x_pad": 8},
-        {"rows": ROWS, "n": 40, "k": 17_000, "out_pad": 3},
+        {"rows": ROWS, "n": 40, "k": 17_000, "out_pad": 3, "chained": True},
         {"rows": ROWS, "n": 33, "k": 77, "x_pad": 3, "activation": "relu"},
     ),
     "head_linear": (

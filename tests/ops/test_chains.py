@@ -70,7 +70,7 @@ SIZES: Final[list[dict[str, Any]]] = [
 
 
 def thin_then_wide(gpu: GpuBackend, dtype: str, values: dict[str, Any]) -> tuple[Array, Array]:
-    """Return what `thin_linear`, and `layer_norm` and `cluster_linear`, make of the same rows."""
+    """Return what `thin_linear`, and `layer_norm` and a chained `cluster_linear`, make of the same rows."""
     part = part_chains(values["k"], cluster_of(values["n"], values["k"], gpu.limits()))
     thin = run(THIN, gpu, dtype, {**values, "part": part})["out"]
     x = values["x"]
@@ -78,8 +78,8 @@ def thin_then_wide(gpu: GpuBackend, dtype: str, values: dict[str, Any]) -> tuple
         norm = {"x": x, "weight": values["gamma"], "bias": values["beta"], "out": np.zeros_like(x)}
         sizes = {"rows": values["rows"], "width": values["k"], "eps": values["eps"]}
         x = run(LAYER_NORM, gpu, dtype, {**norm, **sizes})["out"]
-    given = {arg.name: values[arg.name] for arg in CLUSTER.spec.args}
-    return thin, run(CLUSTER, gpu, dtype, {**given, "x": x})["out"]
+    wide = {**values, "x": x, "chained": 1}
+    return thin, run(CLUSTER, gpu, dtype, {arg.name: wide[arg.name] for arg in CLUSTER.spec.args})["out"]
 
 
 @cuda_only
