@@ -36,7 +36,7 @@ class Rates:
 
 H200: Final = Rates(READ_BYTES_PER_S, FLOP_PER_S)
 
-WEIGHTS: Final = frozenset({"weight", "bias", "gamma", "beta", "table", "position_table"})
+WEIGHTS: Final = frozenset({"weight", "bias", "gamma", "beta", "sums", "table", "position_table"})
 """Parameters that hold weights, in every op; all others are activations."""
 
 GATHERED: Final = {("embed", "table"), ("embed", "position_table"), ("row_gather", "src")}

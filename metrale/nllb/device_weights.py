@@ -51,7 +51,7 @@ _NORM_OF: Final = {"qkv": "norm", "cross_q": "cross_norm", "fc1": "ffn_norm"}
 """The LayerNorm ahead of a product of the decoder."""
 
 _BLOCK: Final = 1 << 20
-"""Elements read at once where they must be converted."""
+"""Elements read at once where they must be converted, and rows multiplied at once: host memory holds them as float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,10 @@ def _sum_norms(gpu: GpuBackend, shape: ModelShape, arena: Arena) -> None:
         gamma, beta = (arena[f"{layer}.{_NORM_OF[part]}.{vector}"] for vector in ("weight", "bias"))
         weight, sums = arena[f"{region}.weight"], arena[f"{region}.norm_sums"]
         apart = (int(beta) - int(gamma)) // shape.itemsize
-        gpu.gemm(gamma, weight, sums, 2, n, k, dtype=shape.dtype, out_dtype="f32", lda=apart)
+        for first in range(0, n, _BLOCK // k):
+            rows, at = min(_BLOCK // k, n - first), weight.offset(first * k * shape.itemsize)
+            out = sums.offset(first * dtypes.itemsize("f32"))
+            gpu.gemm(gamma, at, out, 2, rows, k, dtype=shape.dtype, out_dtype="f32", lda=apart, ldc=n)
     gpu.synchronize()
 
 

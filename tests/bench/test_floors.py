@@ -82,10 +82,10 @@ LORA: dict[str, Any] = {"rows": 4, "segments": 2, "room": 16, "adapter_count": 3
         ),
         (
             call("gemv", n=8, k=16, kv_from=8, spans=0, positions=0),
-            Cost(2 * (8 * 16 + 8 + 2 * 16), 2 * (16 + 8), 0, 2 * 8 * 16),
+            Cost(2 * (8 * 16 + 8 + 16) + 4 * 2 * 8, 2 * (16 + 8), 0, 2 * 8 * 16),
         ),
         (
-            call("gemv", n=8, k=16, kv_from=3, gamma=0, beta=0),  # five columns go into the KV cache
+            call("gemv", n=8, k=16, kv_from=3, gamma=0, sums=0),  # five columns go into the KV cache
             Cost(2 * (8 * 16 + 8), 2 * (16 + 3) + 8 + 4, 2 * 5, 2 * 8 * 16),
         ),
         (

@@ -40,7 +40,7 @@ class Workspaces(HostBackend):
 
     def gemm(self, *args: Any, **options: Any) -> None:
         super().gemm(*args, **options)
-        self.given.add((int(options["workspace"]), options["workspace_bytes"]))
+        self.given.add((int(options.get("workspace", 0)), options.get("workspace_bytes", 0)))
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
