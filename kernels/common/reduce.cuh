@@ -39,6 +39,25 @@ __device__ __forceinline__ V warp_reduce(V value, int lanes = WARP) {
     return value;
 }
 
+// The same of each of COUNT values. Their exchanges take turns: none waits for another value's.
+template <typename Combine, int COUNT, typename V>
+__device__ __forceinline__ void warp_reduce_all(V (&values)[COUNT], int lanes) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        if (step < lanes) {
+            V others[COUNT];
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                others[i] = __shfl_xor_sync(ALL_LANES, values[i], step);
+            }
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                values[i] = Combine::of(values[i], others[i]);
+            }
+        }
+    }
+}
+
 // Over the warp, each of COUNT values, a power of two: a lane gets the sum of the value number lane / (32 / COUNT). The
 // same sums as `warp_reduce` has, to the bit, with fewer exchanges: a lane hands on the half that is not its own.
 template <typename Combine, int COUNT, typename V>

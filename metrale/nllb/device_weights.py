@@ -51,7 +51,7 @@ _NORM_OF: Final = {"qkv": "norm", "cross_q": "cross_norm", "fc1": "ffn_norm"}
 """The LayerNorm ahead of a product of the decoder."""
 
 _BLOCK: Final = 1 << 20
-"""Elements read at once where they must be converted, and rows multiplied at once: host memory holds them as float32."""
+"""Elements that are read, or multiplied, at once: host memory holds them as float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,18 @@ MOST_HEAD_DIM: Final = 256
 _KEYS = 16  # what the reference rounds a row's number of keys up to
 
 
+def spread(dims: Dims, dtype: str, limits: Limits, warps: int) -> LaunchPlan:
+    """Return the launch in which so many warps, a divisor of 4, share a row and head, or pair."""
+    pairs, each = dims["rows"] * dims["heads"], _WARPS if warps == 1 else 1
+    return LaunchPlan(
+        SPEC.entry(dtype),
+        (-(-pairs // each), 1, 1),
+        (limits.warp_size, warps, each),
+        0 if warps == 1 else SPLITS * (dims["head_dim"] + 2) * 4,
+        programmatic=True,
+    )
+
+
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     """Give each row and head, or pair, a warp; the fewer pairs there are, the more warps share one.
 
@@ -81,14 +93,7 @@ def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     pairs, warps = dims["rows"] * dims["heads"], _WARPS
     while warps > 1 and pairs * warps > _SPREAD * limits.sm_count:
         warps //= 2
-    each = _WARPS if warps == 1 else 1
-    return LaunchPlan(
-        SPEC.entry(dtype),
-        (-(-pairs // each), 1, 1),
-        (limits.warp_size, warps, each),
-        each * SPLITS * (dims["head_dim"] + 2) * 4,
-        programmatic=True,
-    )
+    return spread(dims, dtype, limits, warps)
 
 
 def reference(
