@@ -56,12 +56,6 @@ __device__ __forceinline__ int thread_of_block() {
     return threadIdx.y * blockDim.x + threadIdx.x;
 }
 
-// How many of `columns` from `first` on there are. Not as max(0, min(...)): where such a number is compared with
-// `columns`, ptxas of CUDA 13.0 takes a predicate of VIMNMX.RELU for the result, which it is not.
-__device__ __forceinline__ int columns_from(int first, int columns, int k) {
-    return first < k ? min(columns, k - first) : 0;
-}
-
 template <typename T>
 struct Layer {
     const T *x, *gamma, *weight, *bias;

@@ -56,7 +56,7 @@ struct Row {
 
     // How many elements of a pack there are.
     __device__ __forceinline__ int count(int column, int end) const {
-        return max(0, min(PACK<T>, end - column));
+        return columns_from(column, PACK<T>, end);
     }
 
     __device__ __forceinline__ uint4 load(int column, int end) const {

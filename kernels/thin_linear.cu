@@ -93,7 +93,7 @@ template <typename T>
 __device__ __forceinline__ Share share_of(int k, int chunks, int thread) {
     const int begin = thread / WARP * chunks * CHUNK<T>;
     const int column = begin + thread % LANES * PACK<T>;
-    return {begin, column, max(0, min(chunks, (k - column + CHUNK<T> - 1) / CHUNK<T>))};
+    return {begin, column, column < k ? min(chunks, (k - column + CHUNK<T> - 1) / CHUNK<T>) : 0};
 }
 
 // The chunks of each warp.

@@ -33,7 +33,7 @@ __device__ __forceinline__ int chain_columns(int k) {
 // How many of a chain's columns there are.
 __device__ __forceinline__ int columns_of_chain(int k, int chain) {
     const int columns = chain_columns(k);
-    return max(0, min(k - chain * columns, columns));
+    return columns_from(chain * columns, columns, k);
 }
 
 // Merges the moments of a row's chains, of which the first `count` are at `from`, `apart` from each other: each of its

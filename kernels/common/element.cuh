@@ -259,4 +259,10 @@ __device__ __forceinline__ void store_pack(T* to, int count, bool whole, const f
     }
 }
 
+// How many of `columns` from `first` on there are. Not as max(0, min(...)): where such a number is compared with
+// `columns`, ptxas of CUDA 13.0 takes a predicate of VIMNMX.RELU for the result, which it is not.
+__device__ __forceinline__ int columns_from(int first, int columns, int k) {
+    return first < k ? min(columns, k - first) : 0;
+}
+
 #endif

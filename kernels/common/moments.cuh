@@ -94,57 +94,12 @@ __device__ __forceinline__ Moments moments_of(const uint4 (&packs)[PACKS], const
     return joined(found);
 }
 
-// The moments of a whole pack. Sums are formed as trees, for the time they take.
-template <typename T>
-__device__ __forceinline__ Moments moments_of_pack(const uint4& pack) {
-    constexpr int COUNT = PACK<T>;
-    float values[COUNT], mean = 0.0f;
-    unpack(pack, values, T{});
-#pragma unroll
-    for (int pass = 0; pass < 2; ++pass) {
-        float sums[COUNT];
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const float apart = values[i] - mean;
-            sums[i] = pass == 0 ? values[i] : apart * apart;
-        }
-#pragma unroll
-        for (int half = COUNT / 2; half > 0; half /= 2) {
-#pragma unroll
-            for (int i = 0; i < half; ++i) {
-                sums[i] += sums[i + half];
-            }
-        }
-        if (pass == 1) {
-            return {COUNT, mean, sums[0]};
-        }
-        mean = sums[0] * (1.0f / COUNT);
-    }
-    return {};
-}
-
 // The moments of the lanes that hold a row together, an aligned group of `lanes`, in all of them. `count`: how many
 // values they have in all.
 __device__ __forceinline__ Moments merge_lanes(const Moments& own, float count, int lanes) {
     const float sum = warp_reduce<Sum>(__fmul_rn(own.count, own.mean), lanes);
     const float mean = __fmul_rn(sum, reciprocal(fmaxf(count, 1.0f))), apart = own.mean - mean;
     return {count, mean, warp_reduce<Sum>(fmaf(own.count, apart * apart, own.squares), lanes)};
-}
-
-// The same where each of the lanes has seen as many values, in one reduction.
-__device__ __forceinline__ Moments merge_equal_lanes(const Moments& own, int lanes) {
-    Moments all = own;
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        if (step < lanes) {
-            const float mean = __shfl_xor_sync(ALL_LANES, all.mean, step);
-            const float squares = __shfl_xor_sync(ALL_LANES, all.squares, step), apart = mean - all.mean;
-            all.squares = all.squares + squares + apart * apart * (0.5f * all.count);
-            all.mean = 0.5f * (all.mean + mean);
-            all.count *= 2.0f;
-        }
-    }
-    return all;
 }
 
 // (pack - mean) * scale * gamma + beta, rounded.

@@ -25,7 +25,7 @@ DENSE_KERNEL_MUTANTS: Final[dict[str, Changes]] = {
         ("x.z, x.z, x.w, x.w,", "x.x, x.z, x.y, x.w,"),
         ("make_float2(sums[0], sums[1])", "make_float2(sums[1], sums[0])"),
         ("make_float2(sums[0], sums[1])", "make_float2(sums[0], sums[0])"),
-        ("max(0, min(chunks, (k - column", "max(0, min(chunks - (chunks > 1), (k - column"),
+        ("? min(chunks, (k - column", "? min(chunks - (chunks > 1), (k - column"),
         ("min(PACK<T>, k - share.column - chunk * CHUNK<T>)", "min(PACK<T> / 2, k - share.column - chunk * CHUNK<T>)"),
         ("part += sums_of[i];", "part = sums_of[i];"),
         ("sum += part;\n                    part = 0.0f;", "sum = part;\n                    part = 0.0f;"),
