@@ -46,7 +46,7 @@ def test_a_source_begins_with_what_its_users_must_know(source: Path) -> None:
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 def test_no_source_counts_by_a_maximum_of_0_and_a_minimum(source: Path) -> None:
-    """Where such a count is compared with the minimum's limit, ptxas of CUDA 13.0 gets it wrong; `columns_from` is right.
+    """Where such a count is compared with its limit, ptxas of CUDA 13.0 gets it wrong; `columns_from` is right.
 
     It does not happen to every comparison, so that what is right today may be wrong after the next change around it.
     """

@@ -31,7 +31,7 @@ KERNEL_MUTANTS: Final[dict[str, Changes]] = {
     "layer_norm": (
         ("out + place, width", "out + (number > 0 ? number - 1 : 0) * width, width"),
         ("if (number >= rows)", "if (number + 1 >= rows)"),
-        ("min(PACK<T>, end - column)", "min(PACK<T>, end - column - 1)"),
+        ("columns_from(column, PACK<T>, end)", "columns_from(column, PACK<T>, end - 1)"),
         ("end = begin + columns;", "end = begin + columns - 1;"),
         ("{own, from_lane(own, LANES)}", "{own, own}"),
         ("first.count > 0.0f ? merged(seen, first) : seen", "seen"),
