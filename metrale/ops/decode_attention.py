@@ -58,7 +58,8 @@ SPLITS: Final = 8
 launch."""
 
 _WARPS: Final = 4  # of a block: they share a pair's keys, or have a pair each
-_SPREAD: Final = 8  # warps that a multiprocessor wants
+_SPREAD: Final = 8  # warps that a multiprocessor wants, and twice as many where heads are wider than this
+_WIDE: Final = 64
 
 UNKNOWN: Final = -1
 """``fresh`` where anything may have been written just now."""
@@ -91,7 +92,8 @@ def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
     if dims["head_dim"] > MOST_HEAD_DIM:
         raise ValueError(f"decode_attention: head_dim: expected at most {MOST_HEAD_DIM}, got {dims['head_dim']}")
     pairs, warps = dims["rows"] * dims["heads"], _WARPS
-    while warps > 1 and pairs * warps > _SPREAD * limits.sm_count:
+    wanted = _SPREAD * limits.sm_count * (2 if dims["head_dim"] > _WIDE else 1)
+    while warps > 1 and pairs * warps > wanted:
         warps //= 2
     return spread(dims, dtype, limits, warps)
 

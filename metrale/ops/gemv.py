@@ -145,8 +145,8 @@ def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
         choice = ""
     elif k > _WARPS * _SLICE:
         choice = "4x2"
-    else:  # the more blocks, the better, as long as each has a multiprocessor
-        choice = "8x1" if found["6x1"].grid[0] > limits.sm_count else "6x1"
+    else:
+        choice = "8x1" if n * k > _LONG else "6x1"
     return found[choice]
 
 
