@@ -82,7 +82,7 @@ def spread(dims: Dims, dtype: str, limits: Limits, warps: int) -> LaunchPlan:
 
 
 def plan(dims: Dims, dtype: str, limits: Limits) -> LaunchPlan:
-    """Give each row and head, or pair, a warp; the fewer pairs there are, the more warps share one.
+    """Give each row and head, or pair, a warp; the fewer pairs there are, and the wider, the more warps share one.
 
     Raises
     ------

@@ -161,13 +161,17 @@ def make_inputs(
     x_pad: int = 0,
     out_pad: int = 0,
     std: float = 1.0,
+    gain: float = 1.0,
 ) -> Inputs:
-    """Return inputs of an op whose ``x`` and ``out`` have rows; the last ``kv`` columns go into the KV cache."""
+    """Return inputs of an op whose ``x`` and ``out`` have rows; the last ``kv`` columns go into the KV cache.
+
+    ``std`` is the deviation of x, and ``gain`` the mean of gamma.
+    """
     width, depth = 3 * kv + 8, 5
     spans = inputs.spans(rng, rows, depth, width, dtype, "inout", regular=regular) if kv else None
     return {
         "x": inputs.normal(rng, (rows, k + x_pad), dtype, mean=std / 2 if norm else 0.0, std=std),
-        "gamma": inputs.normal(rng, (k,), dtype, mean=1.0, std=0.3) if norm else None,
+        "gamma": inputs.normal(rng, (k,), dtype, mean=gain, std=0.3) if norm else None,
         "beta": inputs.normal(rng, (k,), dtype, std=0.3) if norm else None,
         "weight": inputs.normal(rng, (n, k), dtype, std=k**-0.5),
         "bias": inputs.normal(rng, (n,), dtype) if bias else None,

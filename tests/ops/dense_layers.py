@@ -228,14 +228,13 @@ def check_odd_rows(gpu: GpuBackend, op: Op, plans: Plans, dtype: str, **sizes: A
 
 def check_moved(gpu: GpuBackend, op: Op, dtype: str, v: Mapping[str, Any]) -> None:
     """Check that the bits are the same with each array in turn an element past a multiple of 16 bytes."""
-    item = dtypes.itemsize(dtype)
     arrays = {name: v[name] for arg in op.spec.args if (name := arg.name) in v and isinstance(v[name], np.ndarray)}
 
     def result(moved: str) -> bytes:
         at = {}
         for name, array in arrays.items():
             shift = int(name == moved)
-            at[name] = int(upload(gpu, np.concatenate([array.ravel()[:shift], array.ravel()]))) + shift * item
+            at[name] = int(upload(gpu, np.concatenate([array.ravel()[:shift], array.ravel()]))) + shift * array.itemsize
         op.launch(gpu, dtype, [at.get(arg.name, 0) if arg.is_pointer else v[arg.name] for arg in op.spec.args])
         gpu.synchronize()
         return download(gpu, at["out"], v["out"]).tobytes()

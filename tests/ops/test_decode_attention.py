@@ -15,7 +15,7 @@ from gpu_runtime.errors import InvalidPointer
 from gpu_runtime.launch import check_geometry
 from gpu_runtime.limits import MINIMUM
 from metrale.ops import decode_attention, kv_scatter, row_gather
-from metrale.ops.decode_attention import MOST_HEAD_DIM, OP, SPLITS, UNKNOWN, make_inputs, plan
+from metrale.ops.decode_attention import MOST_HEAD_DIM, OP, SPLITS, UNKNOWN, make_inputs, plan, spread
 from tests.backends import host_only
 from tests.ops.harness import both_ways, download, run, upload
 
@@ -48,6 +48,14 @@ def test_the_fewer_pairs_the_more_warps_share_one(rows: int, heads: int, sm_coun
     assert how.grid[1:] == (1, 1)
     assert how.shared_bytes == (0 if warps == 1 else SPLITS * (64 + 2) * 4)
     assert how.programmatic
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "warps"), [(64, 64, 1), (64, 65, 2), (64, 128, 2), (67, 128, 1), (32, 128, 4)]
+)
+def test_wide_heads_get_twice_the_warps(rows: int, head_dim: int, warps: int) -> None:
+    how = plan({"rows": rows, "heads": 16, "head_dim": head_dim}, "f16", replace(MINIMUM, sm_count=132))
+    assert how.block == (32, warps, 4 if warps == 1 else 1)
 
 
 @pytest.mark.parametrize("dtype", OP.spec.dtypes)
@@ -83,15 +91,12 @@ def test_the_kernel_has_as_many_splits() -> None:
 def test_a_row_has_the_same_bits_whoever_shares_it_and_whatever_is_fresh(
     gpu: GpuBackend, dtype: str, case: dict[str, Any]
 ) -> None:
-    """One, two or four warps a pair; read before the wait or after it; the last block of one warp a pair has a rest.
-
-    21 pairs: devices of 1, 8 and 100 multiprocessors are given 1, 2 and 4 warps for each.
-    """
+    """One, two or four warps a pair; read before the wait or after it; the last block of one warp a pair has a rest."""
     lengths = (40, 1, 300, 64, 33, 2, 129)
     rng = np.random.default_rng(case["head_dim"])
     inputs = dict(make_inputs(rng, dtype, lengths=lengths, heads=3, spread=5.0, **case))
     sizes = OP.spec.dims([inputs[arg.name] for arg in OP.spec.args])
-    every = [plan(sizes, dtype, replace(MINIMUM, sm_count=count)) for count in (1, 8, 100)]
+    every = [spread(sizes, dtype, MINIMUM, warps) for warps in (1, 2, 4)]
     assert [how.block for how in every] == [(32, 1, 4), (32, 2, 1), (32, 4, 1)]
     expected = run(OP, gpu, dtype, inputs)["out"]
     assert np.isfinite(expected.astype(np.float32)).all()
