@@ -19,8 +19,7 @@ from unittest.mock import patch
 
 from gpu_runtime import GpuBackend, StreamLike
 from metrale.bench.protocol import STANDARD, Lengths, spread
-from metrale.bench.serving import serve
-from metrale.engine import Engine
+from metrale.bench.serving import engine_of, serve
 from metrale.nllb.model import NllbModel
 
 ENQUEUING: Final = (
@@ -180,7 +179,7 @@ def measure(model: NllbModel, size: int, runs: int, lengths: Lengths = STANDARD)
         return None
     shares: list[float] = []
     between: list[float] = []
-    with Engine(model, max_lanes=size) as engine:
+    with engine_of(model, size, lengths) as engine:
         for _ in range(runs):
             with watched(model, lengths.new + size) as events:
                 serve(engine, model, size, lengths.new, lengths)
