@@ -14,7 +14,8 @@ import pytest
 
 from gpu_runtime.errors import DeviceError, OutOfMemory
 from gpu_runtime.faults import FailCall
-from metrale.errors import CheckpointError, InvalidInput, NotSupported, SequenceError
+from metrale.errors import CheckpointError, InvalidInput, NoFreeSlot, NotSupported, SequenceError
+from metrale.model import BeamReq
 from metrale.nllb.lora import read_adapter
 from metrale.nllb.model import NllbModel
 from tests.backends import Device
@@ -58,6 +59,19 @@ def test_releasing_counts_as_use(load_adapted: Load, shelf: Shelf) -> None:
     reference = model.acquire_adapter_slot(0)
     rows_of(model, 1)
     model.release_adapter_slot(reference)
+    assert model.promote_lora_from_disk(shelf["c"], "c") == (1, "b")
+
+
+def test_to_be_asked_for_counts_as_use(load_adapted: Load, shelf: Shelf) -> None:
+    """Also by a request that nothing came of, as there was no room."""
+    model = load_adapted("ab")
+    rows_of(model, 0)
+    rows_of(model, 1)
+    seqs = [model.alloc_sequence() for _ in range(model.capacity().max_sequences)]
+    with pytest.raises(NoFreeSlot):
+        model.generate_beams([BeamReq([5], 80, 81, num_beams=2, max_new=3, adapter_slot=0)])
+    for seq in seqs:
+        model.free_sequence(seq)
     assert model.promote_lora_from_disk(shelf["c"], "c") == (1, "b")
 
 

@@ -17,7 +17,7 @@ from gpu_runtime import checks
 from gpu_runtime.backend import GpuBackend
 from gpu_runtime.streams import StreamLike
 from metrale.errors import InvalidInput
-from metrale.model import BATCH_LADDER, FeedSource
+from metrale.model import BATCH_LADDER, BeamReq, FeedSource
 from metrale.nllb import step_graphs
 from metrale.nllb.model import NllbModel
 from metrale.nllb.workspace import UPLOAD_PARTS, UPLOADS_AHEAD
@@ -49,6 +49,20 @@ def test_the_same_bits_as_launch_by_launch(make_tiny: MakeModel, gpu: GpuBackend
         assert bool(launched) is wanted
         assert bool(model._graphs) is wanted
     assert found[0] == found[1] == found[2] == found[3]
+
+
+@pytest.mark.parametrize("beams", [3, 5])
+def test_a_search_in_part_of_a_rung(make_tiny: MakeModel, gpu: GpuBackend, beams: int) -> None:
+    """Fewer beams than a rung has rows: the graph is without the head, and yet follows each beam's ancestors."""
+    request = BeamReq([5, 6, 7], 80, 81, num_beams=beams, max_new=12, num_return_sequences=beams, eos_ids=())
+    found = []
+    for wanted in (False, True):
+        model = make_tiny(step_graphs=wanted, max_batch=8, max_new_tokens=14)
+        with replays(gpu) as launched:
+            found.append(model.generate_beams([request]))
+        assert bool(launched) is wanted
+    assert found[0] == found[1]
+    assert len({tuple(one.ids) for one in found[0][0]}) == beams
 
 
 @host_only
