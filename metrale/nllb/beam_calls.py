@@ -52,7 +52,6 @@ class BeamCalls(FeedCalls):
                 raise SequenceError(f"begin_beams: the tokens of the sequence in slot {seq.slot_idx} are not known")
             room = self._admission.target_positions(span)
             self._beams.begin(seq, span.slots, room, beams, params, stream)
-            self._feed.forget(seq)  # how its ids were chosen before
 
     def select_beams_to_feed(
         self,

@@ -175,7 +175,6 @@ SEARCH_MUTANTS: list[Mutant] = [
         "beam requests",
         "metrale.nllb.beam_calls",
         (*files("beams"), *_CALLS),
-        ("            self._feed.forget(seq)  # how its ids were chosen before\n", ""),
         ("            if not span.beam_positions:\n", "            if False:\n"),
         ("            if len(seq.tokens) != seq.seq_len:\n", "            if False:\n"),
         ("source + beams * target, slots=beams", "source + target, slots=beams"),
