@@ -60,6 +60,8 @@ class Run:
         Timed calls of each.
     found : dict
         From `metrale.bench.report.empty`; it grows as the run goes on.
+    batch_invariant : bool
+        Whether the model computes each sequence to the same bits in any batch.
     profiles : bool
         Whether the launches of a step are timed as well.
     trace : callable or None
@@ -75,6 +77,7 @@ class Run:
         runs: int,
         found: dict[str, Any],
         *,
+        batch_invariant: bool = False,
         profiles: bool = False,
         trace: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
@@ -85,6 +88,7 @@ class Run:
             "max_batch": max(CHECK_SOURCES, *(case.lanes for case in cases)),
             "max_source_len": max(case.lengths.source for case in cases),
             "max_new_tokens": max(CHECK_STEPS, *(case.lengths.new for case in cases)) + 2,
+            "batch_invariant": batch_invariant,
         }
 
     def entries(self, note: Callable[[str], None]) -> Generator[Mapping[str, Any], None, None]:

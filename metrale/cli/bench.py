@@ -112,7 +112,17 @@ def _measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             if console.can_draw and not args.no_progress:
                 console.draw(len(cases), 0, " cases")
             profiles = args.layers or trace is not None
-            run = Run(gpu, folder, dtype, cases, runs_of(args), found, profiles=profiles, trace=trace)
+            run = Run(
+                gpu,
+                folder,
+                dtype,
+                cases,
+                runs_of(args),
+                found,
+                batch_invariant=bool(args.batch_invariant),
+                profiles=profiles,
+                trace=trace,
+            )
             with closing(run.entries(console.note)) as entries:
                 for entry in entries:
                     console.note(_said(found["model"]["name"], entry))
@@ -132,6 +142,7 @@ def _outset(args: argparse.Namespace, name: str, kind: str) -> dict[str, Any]:
     """Return the report of a run that is about to begin on a device of this kind."""
     options = {option: getattr(args, option) for option in _OPTIONS}
     options |= {"runs": runs_of(args), "batches": batches_of(args, kind), "beams": beams_of(args)}
+    options["batch_invariant"] = bool(args.batch_invariant)
     machine = describe("metrale", "numpy", *GPU_PACKAGES, commit=args.commit)
     model = {"name": name, "random_weights": args.shape is not None}
     return report.empty(model, args.sweep or "batch", options, machine)

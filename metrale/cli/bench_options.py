@@ -12,13 +12,16 @@ from metrale.bench.cases import SWEEPS
 from metrale.bench.protocol import NEW_TOKENS, RUNS, SOURCE_TOKENS
 from metrale.bench.shapes import SHAPES
 from metrale.cli.failure import USAGE, Failure
-from metrale.cli.model_options import add_choice_arguments
+from metrale.cli.model_options import add_choice_arguments, add_invariance_argument
 from metrale.model import MAX_BEAMS
 
 STDOUT: Final = "-"
 QUICK_RUNS: Final = 2
 _LEAST_SOURCE: Final = 3  # a language, a word, EOS
-_OF_MEASURING: Final = ("model", "folder", "shape", "batches", "beams", "sweep", "runs", "commit", "trace")
+_OF_MEASURING: Final = (
+    *("model", "folder", "shape", "batches", "beams", "sweep", "runs", "commit", "trace"),
+    "batch_invariant",
+)
 """Options that are None unless they are given, and have no meaning when nothing is measured."""
 
 
@@ -43,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="go through batch sizes 1 to 256, sources of 8 to 1,000 tokens, or 1 to "
         "500 tokens put out; the last two at batch 1 unless --batches says more",
     )
+    add_invariance_argument(parser)
+    parser.set_defaults(batch_invariant=None)
     parser.add_argument("--runs", type=int, metavar="N", help=f"timed calls of each case (default: {RUNS})")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_RUNS} timed calls, unless --runs says more")
     parser.add_argument("--json", metavar="FILE", help="write all of it as JSON; - is standard output, without a table")
@@ -94,7 +99,7 @@ def check(args: argparse.Namespace) -> None:
     if args.saved is not None:
         for name in _OF_MEASURING:
             if getattr(args, name) is not None:
-                option = "MODEL" if name == "folder" else f"--{name}"
+                option = "MODEL" if name == "folder" else f"--{name.replace('_', '-')}"
                 raise Failure(USAGE, f"{option}: expected none with --from, as nothing is measured")
     least = {"source_len": _LEAST_SOURCE, "new_tokens": 1, "runs": 1}
     for name, low in least.items():

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import metrale
 from metrale.bench import beams, cases, check, measuring, running, serving
 from metrale.bench.report import NOT_TIMED
 from metrale.bench.shapes import SHAPES, write_checkpoint
@@ -222,6 +223,24 @@ def test_a_folder_is_measured_and_left_as_it_is(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_same_bits_in_any_batch(wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that is timed is one that computes them, and the JSON says so."""
+    out, loaded, load = tmp_path / "out.json", list[Any](), metrale.load
+
+    def noted(*args: Any, **options: Any) -> Any:
+        loaded.append(options["batch_invariant"])
+        return load(*args, **options)
+
+    monkeypatch.setattr(metrale, "load", noted)
+    words = ["--device", "host", "--shape", "tiny", "--quick", "-q", "--batches", "2", "--beams", "0", *SHORT]
+    assert main(["bench", *words, "--json", str(out), *(["--batch-invariant"] if wanted else [])]) == 0
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert report["options"]["batch_invariant"] is wanted
+    assert set(loaded) == {wanted}
+    assert report["problems"] == []
+
+
 @pytest.mark.parametrize("given", ["org/name", "org/name@main"])
 def test_a_model_of_the_hub_is_called_by_its_id(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder in the cache has a revision for a name."""
@@ -312,6 +331,7 @@ def test_a_peer_of_another_type_is_said(saved: Path, tmp_path: Path, capsys: pyt
         (["--from", "x.json", "y"], "MODEL: expected none with --from"),
         (["--from", "x.json", "--batches", "3"], "--batches: expected none with --from"),
         (["--from", "x.json", "--trace", "y"], "--trace: expected none with --from"),
+        (["--from", "x.json", "--batch-invariant"], "--batch-invariant: expected none with --from"),
         (["--from", "no-such.json"], "no-such.json"),
         (["--peers", "no-such.json"], "no-such.json"),
         (["--device", "tpu"], "--device: expected auto, host, cuda or cuda:N"),
