@@ -364,6 +364,7 @@ class CudaBackend(MemoryCalls):
             for memory in tuple(self._pinned.values()):
                 self._memory.free_pinned(DevicePtr(memory.address), self._streams.marks)
             self._pinned.clear()
+            self._ready.clear()
             self._products.clear()
             self._memory.reclaim(wait=True)
             self._blas.close()

@@ -356,6 +356,7 @@ class MemoryCalls(StreamCalls):
             self._memory.refuse_exported_at("free_host_pinned", memory.address)
             del self._pinned[memory.address]
         self._memory.free_pinned(DevicePtr(memory.address), self._streams.marks)
+        self._ready.clear()  # their arrays would hold the memory
 
     def host_ptr_to_device(self, memory: PinnedMemory) -> DevicePtr:
         """Return the address itself: with unified addressing, page-locked memory has the same one on the device."""

@@ -110,8 +110,7 @@ class StreamCalls(GpuBackend):
         with self._lock:
             self._context.call(runtime.eventRecord, found.handle, on)
             found.capture, found.recorded = self._streams.capture_of(on), True
-            foreign = found.capture is None and on not in self._streams.own
-            found.foreign_capture = foreign and self._streams.is_capturing(on)
+            found.foreign_capture = found.capture is None and self._streams.is_capturing(on)
         self._streams.note(on, stream)
 
     def stream_wait_event(self, stream: StreamLike, event: int) -> None:
@@ -129,7 +128,7 @@ class StreamCalls(GpuBackend):
                 raise DeviceError("stream_wait_event: the legacy stream cannot join a capture")
             elif capture not in (None, found.capture):
                 raise DeviceError("stream_wait_event: the stream belongs to another capture")
-            if found.foreign_capture:
+            if found.capture is not None or found.foreign_capture:
                 self._streams.show(on)
             self._streams.wait(on, found.handle, found.capture)
         self._streams.note(on, stream)
@@ -213,7 +212,7 @@ class StreamCalls(GpuBackend):
         found = self._graphs.pop(handle, None)
         if found is None:
             raise DeviceError(f"destroy_graph: expected a live graph of this backend, got {handle:#x}")
-        for on in found.launched_on & self._streams.own.keys():  # a stream that was destroyed has been waited for
+        for on in tuple(found.launched_on):
             self._streams.keep(on, found)
 
     def stream_is_capturing(self, stream: StreamLike = 0) -> bool:

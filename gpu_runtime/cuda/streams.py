@@ -122,7 +122,7 @@ class Streams:
         del done  # outside the lock: what ends with it may be anything
 
     def show(self, handle: int) -> int:
-        """Return a handle that others will know, or whose stream has joined a capture of theirs."""
+        """Return a handle that others will know, or whose stream joins a capture, which others may end elsewhere."""
         self._only_ours.discard(handle)
         return handle
 
@@ -234,6 +234,8 @@ class Streams:
     def keep(self, handle: int, kept: Any) -> None:
         """Let an object live until the work is done that has been put on a stream of this backend."""
         with self._lock:
+            if handle in self._spare:  # it was destroyed, and so waited for
+                return
             if self.is_capturing(handle):  # a mark would become part of it
                 self._kept_for_good.append((handle, kept))
                 return

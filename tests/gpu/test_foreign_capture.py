@@ -217,3 +217,53 @@ def test_a_graph_becomes_part_of_a_foreign_capture(toy_gpu: GpuBackend) -> None:
         graph.launch(stream)
     stream.synchronize()
     assert download(toy_gpu, ptr, X).tolist() == (4 * X).tolist()
+
+
+def test_the_default_stream_joins_a_foreign_capture_by_a_stream_of_ours(toy_gpu: GpuBackend) -> None:
+    """Whose handle others know: from then on the default stream is known to capture, until they end it."""
+    from cupy.cuda import runtime
+
+    stream, fork, join, ptr = (
+        toy_gpu.create_stream(),
+        toy_gpu.create_event(),
+        toy_gpu.create_event(),
+        upload(toy_gpu, X),
+    )
+    launch(toy_gpu, values(ptr, ptr))
+    toy_gpu.synchronize()
+    runtime.streamBeginCapture(stream, runtime.streamCaptureModeRelaxed)
+    toy_gpu.record_event(fork, stream)
+    toy_gpu.stream_wait_event(0, fork)
+    launch(toy_gpu, values(ptr, ptr))
+    assert toy_gpu.stream_is_capturing()
+    for refused in (toy_gpu.synchronize, lambda: toy_gpu.event_query(fork)):
+        with pytest.raises(DeviceError, match="captur"):
+            refused()
+    toy_gpu.record_event(join)
+    toy_gpu.stream_wait_event(stream, join)
+    graph = runtime.graphInstantiate(runtime.streamEndCapture(stream))
+    assert not toy_gpu.stream_is_capturing()
+    runtime.graphLaunch(graph, stream)
+    toy_gpu.synchronize(stream)
+    assert download(toy_gpu, ptr, X).tolist() == (4 * X).tolist()
+
+
+def test_the_default_stream_leaves_a_capture_that_others_end(toy_gpu: GpuBackend) -> None:
+    """One that we began on a stream whose handle they know."""
+    from cupy.cuda import runtime
+
+    stream, fork, join, ptr = (
+        toy_gpu.create_stream(),
+        toy_gpu.create_event(),
+        toy_gpu.create_event(),
+        upload(toy_gpu, X),
+    )
+    toy_gpu.begin_capture(stream)
+    toy_gpu.record_event(fork, stream)
+    toy_gpu.stream_wait_event(0, fork)
+    toy_gpu.record_event(join)
+    toy_gpu.stream_wait_event(stream, join)
+    runtime.graphDestroy(runtime.streamEndCapture(stream))
+    launch(toy_gpu, values(ptr, ptr))
+    toy_gpu.synchronize()
+    assert download(toy_gpu, ptr, X).tolist() == (2 * X).tolist()

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
+import weakref
 from typing import Any, Final
 
 import numpy as np
@@ -233,6 +236,29 @@ def test_a_destroyed_graph_keeps_what_its_launches_need(toy_gpu: GpuBackend) -> 
             toy_gpu.free_host_pinned(one)
 
 
+def test_a_graph_that_is_destroyed_while_its_stream_is(toy_gpu: GpuBackend) -> None:
+    """Another thread waits 30 ms for the stream's work, which no stream that may be used knows of meanwhile."""
+    stream = toy_gpu.create_stream()
+    memory, x, y = toy_gpu.alloc_host_pinned(16), upload(toy_gpu, X), upload(toy_gpu, X)
+    memory.array.view(np.float32)[:] = 7
+    toy_gpu.begin_capture(stream)
+    toy_gpu.copy_h2d_async(memory.array, x, stream)
+    graph = toy_gpu.end_capture(stream)
+    array = weakref.ref(memory.array)
+    toy_gpu.free_host_pinned(memory)
+    del memory
+    launch(toy_gpu, values(y, y, factor=SLOW), stream)
+    toy_gpu.launch_graph(graph, stream)
+    waiting = threading.Thread(target=toy_gpu.destroy_stream, args=(stream,))
+    waiting.start()
+    time.sleep(0.005)
+    toy_gpu.destroy_graph(graph)
+    gc.collect()
+    assert not waiting.is_alive() or array() is not None
+    waiting.join()
+    assert download(toy_gpu, x, X).tolist() == [7] * 4
+
+
 def test_a_copy_in_somebody_else_s_capture(toy_gpu: GpuBackend) -> None:
     import cupy
 
@@ -310,6 +336,20 @@ def test_a_copy_that_comes_again_is_checked_again(toy_gpu: GpuBackend) -> None:
         assert ways(toy_gpu, source, again) == {"small_copy"}
     toy_gpu.free_host_pinned(memory)
     assert ways(toy_gpu, source, again) == {"memcpyAsync"}, "its array still holds the memory"
+
+
+def test_copies_that_may_come_again_hold_no_memory_that_was_given_up(toy_gpu: GpuBackend) -> None:
+    """Page-locked memory goes with its last array."""
+    memory, ptr = toy_gpu.alloc_host_pinned(32), toy_gpu.alloc(16)
+    arrays = [memory.array, memory.array[:16], memory.array[16:]]
+    toy_gpu.copy_h2d_async(arrays[1], ptr)
+    toy_gpu.copy_d2h_async(ptr, arrays[2])
+    toy_gpu.synchronize()
+    gone = [weakref.ref(array) for array in arrays]
+    toy_gpu.free_host_pinned(memory)
+    del memory, arrays
+    gc.collect()
+    assert [array() for array in gone] == [None] * 3
 
 
 # threads
