@@ -93,6 +93,16 @@ struct Row {
     }
 };
 
+// Takes a pack's words into the larger elements of words, and into the taint.
+template <typename T>
+__device__ __forceinline__ void take_in(const uint4& pack, unsigned& most, unsigned& taint) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        most = max_word<T>(most, word(pack, i));
+        taint = taint_word<T>(taint, word(pack, i));
+    }
+}
+
 // The larger of the elements of a word.
 template <typename T>
 __device__ __forceinline__ float larger_of(unsigned word) {
@@ -119,11 +129,7 @@ __device__ __forceinline__ Seen see(const Row<T>& row) {
 #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
             unsigned taint = seen.taint;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                most = max_word<T>(most, word(packs[g], i));
-                taint = taint_word<T>(taint, word(packs[g], i));
-            }
+            take_in<T>(packs[g], most, taint);
             seen.taint = group + g * threads < row.packs ? taint : seen.taint;
         }
         const float value = larger_of<T>(most);

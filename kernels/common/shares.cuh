@@ -125,11 +125,7 @@ __device__ __forceinline__ void see_span(const Row<T>& row, int first, bool sums
         }
         unsigned taint = sight.taint;
         unsigned most = packs[g].x;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            most = max_word<T>(most, word(packs[g], i));
-            taint = taint_word<T>(taint, word(packs[g], i));
-        }
+        take_in<T>(packs[g], most, taint);
         sight.taint = pack < row.packs ? taint : sight.taint;
         const float value = larger_of<T>(most);
         largest = fmaxf(largest, value);
