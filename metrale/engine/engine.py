@@ -19,11 +19,12 @@ from metrale.checks import flag, integer, real
 from metrale.engine.checked import checked_request
 from metrale.engine.errors import EngineClosed, EngineError, QueueFull
 from metrale.engine.handle import RequestHandle
+from metrale.engine.policy import Policy
 from metrale.engine.prometheus import prometheus_text
 from metrale.engine.request import Request
 from metrale.engine.stats import EngineStats, Recorder
 from metrale.engine.waiting import AGING_SECONDS, WaitingQueue
-from metrale.engine.worker import Policy, Worker
+from metrale.engine.worker import Worker
 from metrale.errors import InvalidInput, NotSupported
 from metrale.model import Model
 

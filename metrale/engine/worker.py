@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -14,6 +13,7 @@ from metrale.engine.admission import Admission, those_giving_way
 from metrale.engine.errors import text_of
 from metrale.engine.handle import RequestHandle
 from metrale.engine.lane import Lane, Swapped, place
+from metrale.engine.policy import Policy
 from metrale.engine.request import FinishReason
 from metrale.engine.stats import Gauges, Recorder
 from metrale.engine.steps import Outcomes, Steps
@@ -34,28 +34,6 @@ NO_CHOICE: Final = "every token is forbidden"
 NO_MEMORY: Final = "out of memory: the KV cache is too small for this request, even with nothing else in it"
 _NO_TOKEN: Final = NOT_FINITE_FLAG | NO_CHOICE_FLAG
 _POLL_SECONDS: Final = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How the engine shares the model.
-
-    Attributes
-    ----------
-    max_lanes : int
-    max_prefill_tokens : int
-        Source tokens that one step prefills, unless a single prompt has more: it bounds how much longer a step with
-        new requests takes than one without.
-    prefill_interval : int
-        While lanes run, new ones join at every n-th step at most, so that they join together.
-    lag : int
-        Steps that may be in flight while the next one is enqueued.
-    """
-
-    max_lanes: int
-    max_prefill_tokens: int
-    prefill_interval: int
-    lag: int
 
 
 class Worker:

@@ -18,9 +18,10 @@ from metrale.engine import admission
 from metrale.engine.checked import checked_request
 from metrale.engine.errors import QueueFull
 from metrale.engine.handle import RequestHandle
+from metrale.engine.policy import Policy
 from metrale.engine.stats import EngineStats, Recorder
 from metrale.engine.waiting import WaitingQueue
-from metrale.engine.worker import Policy, Worker
+from metrale.engine.worker import Worker
 from metrale.errors import InvalidInput
 from metrale.nllb.model import NllbModel
 from tests.backends import open_host
