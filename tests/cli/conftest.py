@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Standard input from bytes, a translator that costs nothing, and an environment without settings."""
+"""Standard input from bytes, a folder to spoil, a translator that costs nothing, and no settings in the environment."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from metrale.translator import Translation, UnknownSpan
+from tests.cli.inspecting import linked_demo
 
 Feed = Callable[[bytes], None]
 
@@ -33,6 +34,12 @@ def feed(monkeypatch: pytest.MonkeyPatch) -> Feed:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="latin-1"))
 
     return set_stdin
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder of the demo model whose files a test may replace."""
+    return linked_demo(tmp_path)
 
 
 class FakeStream(Iterator[Translation]):

@@ -27,17 +27,10 @@ from tests.cli.inspecting import (
     drop,
     edit,
     inspect,
-    linked_demo,
     remove,
     tensors,
     write,
 )
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return linked_demo(tmp_path)
-
 
 DAMAGES: dict[str, tuple[list[Damage], list[tuple[str, str]]]] = {
     "no config": ([remove("config.json")], [("config", "config.json: there is no such file")]),

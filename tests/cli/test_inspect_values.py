@@ -15,14 +15,8 @@ from tests.cli.inspecting import (
     FC1,
     NORM,
     inspect,
-    linked_demo,
     tensors,
 )
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return linked_demo(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
